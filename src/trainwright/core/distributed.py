@@ -1,0 +1,73 @@
+"""Small helpers over torch.distributed that also work with one process and no process group."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def launched_world_size() -> int:
+    """World size that torchrun announced through the environment; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_main() -> bool:
+    return rank() == 0
+
+
+def barrier() -> None:
+    if world_size() > 1:
+        dist.barrier()
+
+
+def all_reduce_sum(value: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Sum of ``value`` over all ranks, in place where there is more than one."""
+    if world_size() > 1:
+        dist.all_reduce(value, group=group)
+    return value
+
+
+def broadcast_object(value: Any, src: int = 0) -> Any:
+    if world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=src)
+    return box[0]
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """``value`` of every rank, on every rank."""
+    if world_size() == 1:
+        return [value]
+    out: list[Any] = [None] * world_size()
+    dist.all_gather_object(out, value)
+    return out
+
+
+def full_tensor(value: Tensor) -> Tensor:
+    """The whole of a DTensor (a collective), or the tensor itself."""
+    full = getattr(value, "full_tensor", None)
+    return full() if full is not None else value
+
+
+def local_tensor(value: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, or the tensor itself."""
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def default_device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
