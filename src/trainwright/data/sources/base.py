@@ -1,0 +1,38 @@
+"""What every data source offers: a stream of documents with stable ids."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import Field, PositiveFloat
+
+from trainwright.core.registry import MethodConfig
+
+Split = Literal["train", "validation"]
+
+
+@dataclass
+class Document:
+    text: str
+    id: str  # stable over runs: path, or path:line
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+class SourceConfig(MethodConfig):
+    """Base of data-source configs."""
+
+    weight: PositiveFloat | None = Field(
+        None, description="Share of training rows relative to the other sources; unset everywhere = natural sizes."
+    )
+
+    @abstractmethod
+    def documents(self, split: Split, validation_fraction: float) -> Iterator[Document]:
+        """Stream one split in a fixed order. The split of a document depends on its id alone (python_stdlib: on its file),
+        so it never moves. Raises DataError naming file and line for missing, empty, binary or malformed input."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Cheap hash that changes when the input changes (files: path, size, mtime_ns; settings that change the output)."""
