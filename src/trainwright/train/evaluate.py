@@ -1,0 +1,51 @@
+"""Validation: mean loss, perplexity and bits per byte over a fixed set of rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from trainwright.core.batch import Batch
+from trainwright.core.distributed import all_reduce_sum
+from trainwright.core.seeds import rng_state, set_rng_state
+from trainwright.objectives.base import Objective
+from trainwright.train.executor import forward_only
+
+
+def evaluate(
+    module: torch.nn.Module,
+    objective: Objective,
+    batches: Iterable[Batch],
+    device: torch.device,
+    precision: Any,
+) -> dict[str, float]:
+    """Mean over all ranks of the plain cross-entropy where the objective reports it (``nll``), else of its loss.
+
+    Returns val_loss (nats per token), val_perplexity, val_tokens, and val_bits_per_byte where the batches carry
+    ``extras["target_bytes"]``. All ranks must have the same number of batches. Random state is left as it was.
+    """
+    state = rng_state()
+    was_training = module.training
+    module.eval()
+    totals = torch.zeros(3, dtype=torch.float64, device=device)  # nats, weight, bytes
+    try:
+        for batch in batches:
+            batch = batch.to(device)
+            loss = forward_only(module, objective, batch, precision)
+            nats = loss.metrics.get("nll", loss.sum)
+            size = batch.extras["target_bytes"].sum() if "target_bytes" in batch.extras else torch.zeros((), device=device)
+            totals += torch.stack([nats.double(), loss.weight.double(), size.double()])
+    finally:
+        module.train(was_training)
+        set_rng_state(state)
+    nats, weight, size = all_reduce_sum(totals).tolist()
+    if weight == 0:
+        return {"val_loss": math.nan, "val_perplexity": math.nan, "val_tokens": 0}
+    mean = nats / weight
+    out = {"val_loss": mean, "val_perplexity": math.exp(min(mean, 700.0)), "val_tokens": int(weight)}
+    if size > 0:
+        out["val_bits_per_byte"] = nats / (math.log(2) * size)
+    return out

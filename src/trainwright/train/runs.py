@@ -1,0 +1,112 @@
+"""Opening a finished or running run: its model and tokenizer, evaluation, samples, export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainwright.config.run_config import RunConfig
+from trainwright.core.errors import CheckpointError, ConfigError
+from trainwright.core.seeds import derive, seed_everything
+from trainwright.data.tokenizers.base import Tokenizer
+from trainwright.models.base import LanguageModel
+from trainwright.train import run_dir as run_folder
+from trainwright.train.trainer import _device
+
+
+def open_config(run_dir: Path, overrides: list[str] | None = None) -> RunConfig:
+    """The resolved recipe of a run, with its folder as it lies now (a run may have been moved)."""
+    run_dir = Path(run_dir)
+    data = run_folder.saved_config(run_dir)
+    data["run"] = {**data["run"], "dir": str(run_dir.resolve().parent), "name": run_dir.resolve().name}
+    return RunConfig.load(data, overrides or [])
+
+
+def load_run(
+    run_dir: Path | str, checkpoint: str | int | Path = "latest", device: str | torch.device | None = None
+) -> tuple[LanguageModel, Tokenizer, RunConfig]:
+    """Model (in eval mode), tokenizer and recipe of a run.
+
+    ``checkpoint``: "latest" (newest whole one), "best" (lowest validation loss), a step, or a checkpoint's folder.
+    Raises ConfigError when the folder is no run, CheckpointError when it has no such checkpoint.
+    """
+    from trainwright.data.tokenizers import load_tokenizer
+    from trainwright.train.checkpoint import Checkpointer
+
+    config = open_config(Path(run_dir))
+    tokenizer = load_tokenizer(config.run_dir / "tokenizer")
+    target = torch.device(device) if device is not None else _device(config)
+    seed_everything(derive(config.run.seed, "weights"))
+    model = config.model.build(tokenizer.vocab_size, config.train.seq_len)
+    for transform in config.transforms:
+        model = transform.apply(model)  # type: ignore[attr-defined]
+    checkpointer = Checkpointer(config.checkpoint_dir, read_only=True)
+    path = checkpointer.find(checkpoint)
+    if path is None:
+        raise CheckpointError(f"{config.run_dir} has no whole checkpoint yet")
+    checkpointer.load_weights(path, model_weights(model))
+    return model.to(target).eval(), tokenizer, config
+
+
+def model_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    from trainwright.parallel.apply import model_state
+
+    return model_state(model)
+
+
+def open_model(
+    path: Path | str, checkpoint: str | int | Path = "latest", device: str | None = None
+) -> tuple[LanguageModel, Tokenizer]:
+    """Model and tokenizer from a run's folder or from a Hugging Face folder."""
+    path = Path(path)
+    if (path / run_folder.CONFIG).is_file():
+        model, tokenizer, _ = load_run(path, checkpoint, device)
+        return model, tokenizer
+    if (path / "config.json").is_file():
+        from trainwright.data.tokenizers import load_tokenizer
+        from trainwright.models import from_pretrained
+
+        return from_pretrained(path).to(device or "cpu").eval(), load_tokenizer(path)
+    raise ConfigError(f"{path} is neither a run (config.yaml) nor a Hugging Face model folder (config.json)")
+
+
+def evaluate_run(
+    run_dir: Path | str,
+    checkpoint: str | int | Path = "latest",
+    overrides: list[str] | None = None,
+    tokens: int | None = None,
+) -> dict[str, Any]:
+    """Validation figures of a run's checkpoint on its own data, or on the data of ``overrides``."""
+    from trainwright.data.module import build_data
+    from trainwright.train.evaluate import evaluate
+
+    model, tokenizer, config = load_run(run_dir, checkpoint)
+    if overrides:
+        config = open_config(Path(run_dir), overrides)
+    device = next(model.parameters()).device
+    data = build_data(
+        config.data, tokenizer, seq_len=config.train.seq_len, seed=derive(config.run.seed, "data"), rank=0, world_size=1
+    )
+    rows = max(1, 8192 // config.train.seq_len)
+    batches = data.validation_batches(batch_rows=rows, max_tokens=tokens if tokens is not None else config.evaluate.tokens)
+    return evaluate(model, config.objective.build(), batches, device, config.precision.build(device))
+
+
+def sample_text(model: LanguageModel, tokenizer: Tokenizer, prompt: str, *, seed: int = 0, max_new_tokens: int = 200) -> str:
+    from trainwright.models.generate import generate
+
+    texts = generate(
+        model, tokenizer, [prompt], max_new_tokens=max_new_tokens, temperature=0.7, top_p=0.95, seed=seed
+    )
+    return prompt + texts[0] + "\n"
+
+
+def export_run(run_dir: Path | str, out: Path | str, checkpoint: str | int | Path = "latest") -> Path:
+    """Write a run's model as a Hugging Face folder. Raises ConfigError when ``out`` exists."""
+    from trainwright.models import save_pretrained
+
+    model, tokenizer, _ = load_run(run_dir, checkpoint, device="cpu")
+    save_pretrained(model, Path(out), tokenizer=tokenizer)
+    return Path(out)

@@ -1,0 +1,522 @@
+"""The training loop. There is one for every stage: stages differ by data and objective."""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from trainwright.config.run_config import RunConfig
+from trainwright.core.distributed import all_reduce_sum, is_main, launched_world_size
+from trainwright.core.errors import ConfigError, Interrupted, StoppedByMonitor
+from trainwright.core.params import named_params
+from trainwright.core.registry import build as build_method
+from trainwright.core.seeds import derive, rng_state, seed_everything, set_rng_state
+from trainwright.optim.state import empty_named_state, load_named_state, named_state, optimizer_state_bytes
+from trainwright.resilience.base import StepInfo, Verdict
+from trainwright.train import run_dir as run_folder
+from trainwright.train.evaluate import evaluate
+from trainwright.train.executor import AutogradExecutor
+
+log = logging.getLogger("trainwright")
+
+
+@dataclass
+class Progress:
+    """Where a run is. Saved with every checkpoint."""
+
+    step: int = 0  # optimizer steps done
+    tokens: int = 0  # tokens processed, padding included
+    seconds: float = 0.0  # training time, without evaluation and waiting
+    best_loss: float = math.inf
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class Trainer:
+    """Trains what a RunConfig says.
+
+    ``Trainer(config).fit()`` starts a run, ``Trainer(config, resume=True).fit()`` goes on with the one in
+    ``config.run_dir``. Raises InputError for anything the user must mend, before training starts.
+    """
+
+    def __init__(self, config: RunConfig, resume: bool = False):
+        from trainwright.parallel.apply import parallelize
+        from trainwright.parallel.mesh import build_mesh, init_distributed
+
+        started = time.perf_counter()
+        self.config, self.resume = config, resume
+        degrees = config.parallel.resolve(launched_world_size())
+        self.device = _device(config)
+        init_distributed(self.device)
+        self.mesh = build_mesh(degrees, self.device)
+        self.rows = config.train.global_batch_rows
+        if self.rows < self.mesh.dp_size:
+            raise ConfigError(
+                f"gives {self.rows} rows of seq_len={config.train.seq_len} a step, fewer than the {self.mesh.dp_size} "
+                f"data-parallel ranks; use at least {self.mesh.dp_size * config.train.seq_len}",
+                key="train.global_batch_tokens",
+                value=config.train.global_batch_tokens,
+            )
+        run_folder.prepare(config, resume)
+        if config.run.deterministic and self.device.type == "cuda":
+            torch.use_deterministic_algorithms(True, warn_only=True)
+
+        self.precision = config.precision.build(self.device)
+        self._build_data()
+        seed_everything(derive(config.run.seed, "weights"))
+        with torch.device("cpu"):
+            model = config.model.build(self.tokenizer.vocab_size, config.train.seq_len)
+        for transform in config.transforms:
+            model = transform.apply(model)  # type: ignore[attr-defined]
+        self.flops_per_token = model.flops_per_token(config.train.seq_len)
+        self.model = model
+        for method in config.memory:
+            method.apply(model)  # type: ignore[attr-defined]
+        if config.train.compile:
+            for block in model.blocks:
+                block.compile()
+        self.parallel = parallelize(model, self.mesh, config.parallel, self.precision, self.device)
+        self.params = named_params(self.parallel.model)
+        if not self.params:
+            raise ConfigError("the model has no trainable parameter; unfreeze some", key="model")
+
+        self.objective = config.objective.build()
+        self.optimizer = config.optimizer.build(self.params)
+        for group in self.optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+        self.total_steps = self._total_steps()
+        self.schedule = config.schedule.build(self.total_steps)
+        self.clip = config.clip.build()
+        self.average = config.average.build(self.params) if config.average else None
+        self.executor = AutogradExecutor(self._micro_batch_size(), self.precision)
+        self.monitors = [(m.name, m.build()) for m in config.monitors]
+        self.policy = self._build_policy()
+        self.progress = Progress()
+        self._tensors = [n.param for n in self.params]
+        self._stop_signal: int | None = None
+        self._open_run()
+        # Draws of the training itself (dropout, ...) differ between data-parallel ranks.
+        seed_everything(derive(config.run.seed, "training", self.mesh.dp_rank))
+        if resume:
+            self._restore_latest()
+        self.setup_seconds = time.perf_counter() - started
+
+    # -- building -----------------------------------------------------------------------------------------------
+
+    def _build_data(self) -> None:
+        from trainwright.data.module import build_data, build_tokenizer
+
+        config = self.config
+        spec = config.tokenizer
+        if spec is None:
+            path = config.model.tokenizer_path()
+            spec = build_method("tokenizer", {"name": "hf", "path": path} if path else {"name": "bpe"})
+        self.tokenizer = build_tokenizer(config.data, spec)
+        self.data = build_data(
+            config.data,
+            self.tokenizer,
+            seq_len=config.train.seq_len,
+            seed=derive(config.run.seed, "data"),
+            rank=self.mesh.dp_rank,
+            world_size=self.mesh.dp_size,
+        )
+        self.loader = self.data.train_loader(self.rows)
+
+    def _micro_batch_size(self) -> int:
+        config = self.config.train
+        local = math.ceil(self.rows / self.mesh.dp_size)
+        return min(config.micro_batch_size or max(1, 8192 // config.seq_len), local)
+
+    def _total_steps(self) -> int:
+        train = self.config.train
+        if train.steps is not None:
+            return train.steps
+        if train.tokens is not None:
+            return math.ceil(train.tokens / train.global_batch_tokens)
+        if train.epochs is not None:
+            return max(1, math.ceil(train.epochs * self.data.rows_per_epoch / self.rows))
+        return 10_000  # a run by the clock: the schedule's scale, see _position
+
+    def _build_policy(self) -> Any:
+        from trainwright.resilience.policy import Policy
+
+        r = self.config.recovery
+        return Policy(max_rollbacks=r.max_rollbacks, lr_factor=r.lr_factor, skip_steps=r.skip_steps)
+
+    def _open_run(self) -> None:
+        from trainwright.train.checkpoint import Checkpointer
+        from trainwright.train.environment import environment
+        from trainwright.train.metrics import MetricsWriter
+        from trainwright.train.progress import make_progress
+
+        config = self.config
+        self.checkpointer = Checkpointer(
+            config.checkpoint_dir,
+            keep=config.checkpoint.keep,
+            asynchronous=config.checkpoint.asynchronous,
+            keep_best=config.checkpoint.keep_best,
+        )
+        self.metrics: Any = None
+        self.loggers: list[Any] = []
+        self.display: Any = None
+        if is_main():
+            folder = config.run_dir
+            run_folder.write_json(folder / "environment.json", environment())
+            self.tokenizer.save(folder / "tokenizer")
+            self.metrics = MetricsWriter(folder / "metrics.jsonl")
+            self.loggers = [spec.build(config, folder) for spec in config.log.loggers]  # type: ignore[attr-defined]
+            self.display = make_progress(config.log.progress, self.total_steps, config.train.seconds)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    def _tensors_tree(self, optimizer_tensors: dict[str, Any]) -> dict[str, Any]:
+        tree: dict[str, Any] = {"optimizer": optimizer_tensors}
+        if self.average is not None:
+            tree["average"] = self.average.state_dict()["tensors"]
+        return tree
+
+    def save(self, metric: float | None = None) -> None:
+        """Checkpoint now. Asynchronous saves return once the state is copied."""
+        state = named_state(self.optimizer, self.params)
+        meta = {
+            "progress": vars(self.progress),
+            "loader": self.loader.state_dict(),
+            "optimizer": state["scalars"],
+            "average": self.average.state_dict()["scalars"] if self.average else None,
+            "clip": self.clip.state_dict(),
+            "monitors": {name: monitor.state_dict() for name, monitor in self.monitors},
+            "policy": self.policy.state_dict(),
+            "scaler": self.precision.scaler.state_dict() if self.precision.scaler is not None else None,
+            "config": self.config.to_dict(),
+        }
+        self.checkpointer.save(
+            self.progress.step,
+            tensors=self._tensors_tree(state["tensors"]),
+            meta=meta,
+            weights=self.parallel.state(),
+            per_rank={"rng": rng_state()},
+            metric=metric,
+        )
+
+    def _restore_latest(self) -> None:
+        path = self.checkpointer.latest()
+        if path is None:
+            log.warning("no checkpoint in %s; starting the run from its first step", self.config.checkpoint_dir)
+            if self.metrics is not None:
+                self.metrics.truncate(0)
+            return
+        self._restore(path, loader=True)
+        if self.metrics is not None:
+            self.metrics.truncate(self.progress.step)
+
+    def _restore(self, path: Path, *, loader: bool) -> None:
+        """Load everything of ``path``; ``loader=False`` leaves the data position where it is (after a rollback)."""
+        state = empty_named_state(self.optimizer, self.params)
+        weights = self.parallel.state()
+        tree = self._tensors_tree(state["tensors"])
+        loaded = self.checkpointer.load(path, tensors=tree, weights=weights)
+        meta = loaded.meta
+        self.parallel.load_state(weights)
+        load_named_state(self.optimizer, self.params, {"tensors": tree["optimizer"], "scalars": meta["optimizer"]})
+        if self.average is not None:
+            self.average.load_state_dict({"tensors": tree["average"], "scalars": meta["average"]})
+        self.clip.load_state_dict(meta["clip"])
+        if self.precision.scaler is not None and meta["scaler"] is not None:
+            self.precision.scaler.load_state_dict(meta["scaler"])
+        self.progress = Progress(**meta["progress"])
+        if loader:
+            self.loader.load_state_dict(meta["loader"])
+            for name, monitor in self.monitors:
+                if name in meta["monitors"]:
+                    monitor.load_state_dict(meta["monitors"][name])
+            self.policy.load_state_dict(meta["policy"])
+            if loaded.per_rank is not None:
+                set_rng_state(loaded.per_rank["rng"])
+
+    # -- the loop -----------------------------------------------------------------------------------------------
+
+    def fit(self, on_step: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
+        """Train to the end. Returns the last figures (step, tokens, loss, val_loss, ...).
+
+        Raises Interrupted after SIGINT/SIGTERM (the finished step is saved) and StoppedByMonitor.
+        """
+        config = self.config
+        summary: dict[str, Any] = {}
+        old_handlers = self._catch_signals()
+        validated_at = saved_at = -1
+        last_save = time.monotonic()
+        if self.display is not None:
+            self.display.start(self.progress.step)
+        try:
+            if config.evaluate.at_start and self.progress.step == 0:
+                summary |= self._validate()
+            while not self._finished():
+                row, verdict = self._step()
+                summary |= row
+                if on_step is not None:
+                    on_step(row)
+                if verdict.action == "stop":
+                    raise StoppedByMonitor(f"stopped at step {row['step']} by {verdict.monitor}: {verdict.reason}")
+                if verdict.action == "rollback":
+                    self._rollback(verdict)
+                    continue
+                step = self.progress.step
+                if _due(config.evaluate.every, step):
+                    summary |= self._validate()
+                    validated_at = step
+                overdue = config.checkpoint.minutes and time.monotonic() - last_save > 60 * config.checkpoint.minutes
+                if _due(config.checkpoint.every, step) or self._agree(bool(overdue), config.checkpoint.minutes):
+                    self.save(summary.get("val_loss") if validated_at == step else None)
+                    saved_at, last_save = step, time.monotonic()
+                if row["interrupted"]:
+                    if saved_at != step:
+                        self.save()
+                    self.checkpointer.wait()
+                    raise Interrupted(
+                        f"interrupted; saved step {step}. Go on with `trainwright train --resume {config.run_dir}`"
+                    )
+            step = self.progress.step
+            if validated_at != step:
+                summary |= self._validate()
+            if saved_at != step:
+                self.save(summary.get("val_loss"))
+            self.checkpointer.wait()
+        finally:
+            for number, handler in old_handlers.items():
+                signal.signal(number, handler)
+            self._close()
+        summary["run_dir"] = str(config.run_dir)
+        if is_main() and config.log.sample is not None:
+            self._sample(config.log.sample)
+        if is_main() and config.log.report:
+            from trainwright.train.report import write_report
+
+            summary["report"] = str(write_report(config.run_dir))
+        return summary
+
+    def _finished(self) -> bool:
+        seconds = self.config.train.seconds
+        if seconds is not None and self.progress.seconds >= seconds:
+            return True
+        by_clock = self.config.train.steps is None and self.config.train.tokens is None and self.config.train.epochs is None
+        return self.progress.step >= self.total_steps and not by_clock
+
+    def _position(self) -> int:
+        """The schedule's step: the count of steps, or further on when the clock is the tighter limit."""
+        seconds = self.config.train.seconds
+        if seconds is None:
+            return self.progress.step
+        by_clock = int(self.total_steps * min(self.progress.seconds / seconds, 1.0))
+        return min(max(self.progress.step, by_clock), self.total_steps - 1)
+
+    def _step(self) -> tuple[dict[str, Any], Verdict]:
+        t0 = time.perf_counter()
+        batch = self.loader.next_batch().to(self.device)
+        t1 = time.perf_counter()
+        result = self.executor.run(self.parallel, self.objective, batch)
+        scaler = self.precision.scaler
+        if scaler is not None:
+            scaler.unscale_(self.optimizer)
+        grad_norm = self.clip(self._tensors)
+        t2 = time.perf_counter()
+
+        # One read of the device a step: the verdict has to come before the update.
+        names = list(result.metrics)
+        seconds_so_far = time.perf_counter() - t0 if is_main() else 0.0
+        flag = 1.0 if self._stop_signal is not None else 0.0
+        host = torch.tensor([seconds_so_far, flag], dtype=torch.float64).to(self.device)
+        sums = torch.stack([result.loss_sum, *result.metrics.values()])
+        sums = all_reduce_sum(torch.cat([sums, host]))
+        *values, step_seconds, stop_flags, weight, norm = torch.cat(
+            [sums, result.weight.reshape(1), grad_norm.double().reshape(1)]
+        ).tolist()
+        per_token = [v / weight if weight else 0.0 for v in values]
+        loss = per_token[0]
+
+        info = StepInfo(step=self.progress.step + 1, loss=loss, grad_norm=norm)
+        verdict = self.policy.decide(info.step, [(name, m.inspect(info)) for name, m in self.monitors])
+        if scaler is not None and not math.isfinite(norm):
+            verdict = Verdict()  # the scaler itself skips the update and lowers its scale
+        t3 = time.perf_counter()
+        lr = self._set_lr()
+        if verdict.action == "ok":
+            if scaler is not None:
+                scaler.step(self.optimizer)
+                scaler.update()
+            else:
+                self.optimizer.step()
+            update = getattr(self.parallel.model, "update_balancing", None)
+            if update is not None:
+                update()
+            if self.average is not None:
+                self.average.update(self.progress.step + 1)
+        self.optimizer.zero_grad(set_to_none=True)
+        t4 = time.perf_counter()
+
+        p = self.progress
+        p.step += 1
+        p.tokens += self.config.train.global_batch_tokens
+        p.seconds += step_seconds + (t4 - t3 if self.mesh.world_size == 1 else 0.0)
+        elapsed = time.perf_counter() - t0
+        tokens_per_s = self.config.train.global_batch_tokens / elapsed
+        row: dict[str, Any] = {
+            "step": p.step,
+            "tokens": p.tokens,
+            "epoch": self.loader.epoch,
+            "loss": loss,
+            "lr": lr,
+            "grad_norm": norm,
+            "tokens_per_s": tokens_per_s,
+            "seconds": p.seconds,
+            "time_data": t1 - t0,
+            "time_forward_backward": t2 - t1,
+            "time_optimizer": t4 - t3,
+        }
+        row |= dict(zip(names, per_token[1:], strict=True))
+        row["interrupted"] = stop_flags > 0
+        self._emit(row, verdict)
+        return row, verdict
+
+    def _set_lr(self) -> float:
+        factor = self.schedule(self._position()) * self.policy.lr_multiplier
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def _rollback(self, verdict: Verdict) -> None:
+        """Back to the newest whole checkpoint, with data going on behind the failed step and ``skip_steps`` more."""
+        self.checkpointer.wait()
+        path = self.checkpointer.latest()
+        failed = self.progress.step
+        if path is None:
+            raise StoppedByMonitor(
+                f"{verdict.monitor} asked for a rollback at step {failed} ({verdict.reason}), but there is no checkpoint "
+                "yet; set checkpoint.every"
+            )
+        self._restore(path, loader=False)
+        for _ in range(self.config.recovery.skip_steps):
+            self.loader.next_batch()
+        self._event(
+            "rollback",
+            step=self.progress.step,
+            from_step=failed,
+            reason=verdict.reason,
+            skipped_steps=failed - self.progress.step + self.config.recovery.skip_steps,
+            lr_multiplier=self.policy.lr_multiplier,
+        )
+
+    def _validate(self) -> dict[str, float]:
+        figures = evaluate(self.parallel.module, self.objective, self._validation(), self.device, self.precision)
+        if self.average is not None:
+            with self.average.swapped():
+                averaged = evaluate(
+                    self.parallel.module, self.objective, self._validation(), self.device, self.precision
+                )
+            figures = {f"{k}_live": v for k, v in figures.items()} | averaged
+        loss = figures["val_loss"]
+        if loss < self.progress.best_loss:
+            self.progress.best_loss = loss
+        row = {"step": self.progress.step, "tokens": self.progress.tokens, **figures}
+        if self.metrics is not None:
+            self.metrics.write(row)
+            for logger in self.loggers:
+                logger.log(row)
+            if self.display is not None:
+                self.display.validation(row)
+        return figures
+
+    def _validation(self) -> Any:
+        rows = max(1, 8192 // self.config.train.seq_len)
+        return self.data.validation_batches(batch_rows=rows, max_tokens=self.config.evaluate.tokens)
+
+    # -- what goes out ------------------------------------------------------------------------------------------
+
+    def _emit(self, row: dict[str, Any], verdict: Verdict) -> None:
+        if self.metrics is None:
+            return
+        from trainwright.core.hardware import matmul_peak, memory_bytes
+
+        if _due(self.config.log.every, row["step"]) or verdict.action != "ok":
+            peak = matmul_peak(self.device, self.precision.compute_dtype) * self.mesh.world_size
+            row["flops_utilization"] = row["tokens_per_s"] * self.flops_per_token / peak if peak else None
+            row["memory_bytes"] = memory_bytes(self.device)
+            if row["step"] == 1 or "optimizer_state_bytes" not in self.progress.extra:
+                self.progress.extra["optimizer_state_bytes"] = optimizer_state_bytes(self.optimizer)
+            row["optimizer_state_bytes"] = self.progress.extra["optimizer_state_bytes"]
+            shown = {k: v for k, v in row.items() if k != "interrupted"}
+            self.metrics.write(shown)
+            for logger in self.loggers:
+                logger.log(shown)
+        if self.display is not None:
+            self.display.update(row)
+        if verdict.action != "ok":
+            self._event(verdict.action, step=row["step"], monitor=verdict.monitor, reason=verdict.reason)
+
+    def _event(self, kind: str, **fields: Any) -> None:
+        if self.metrics is not None:
+            self.metrics.write({"event": kind, **fields})
+            log.warning("%s: %s", kind, ", ".join(f"{k}={v}" for k, v in fields.items()))
+
+    def _sample(self, prompt: str) -> None:
+        from trainwright.train.runs import sample_text
+
+        text = sample_text(self.parallel.model, self.tokenizer, prompt, seed=self.config.run.seed)
+        run_folder.write_atomic(self.config.run_dir / "sample.txt", text)
+
+    def _close(self) -> None:
+        self.loader.close()
+        try:
+            self.checkpointer.close()
+        finally:
+            for part in (self.display, self.metrics, *self.loggers):
+                if part is not None:
+                    part.close()
+
+    # -- signals ------------------------------------------------------------------------------------------------
+
+    def _catch_signals(self) -> dict[int, Any]:
+        def remember(number: int, frame: FrameType | None) -> None:
+            if self._stop_signal is not None and number == signal.SIGINT:
+                raise KeyboardInterrupt  # a second Ctrl-C does not wait for the step
+            self._stop_signal = number
+
+        old: dict[int, Any] = {}
+        for number in (signal.SIGINT, signal.SIGTERM):
+            try:
+                old[number] = signal.signal(number, remember)
+            except ValueError:  # not in the main thread: the embedding program keeps its own handling
+                break
+        return old
+
+    def _agree(self, flag: bool, asked: Any) -> bool:
+        """Whether any rank raised ``flag``; a collective only where ``asked`` is set in the recipe."""
+        if not asked:
+            return False
+        return bool(all_reduce_sum(torch.tensor(float(flag), device=self.device)).item())
+
+
+def _due(every: int | None, step: int) -> bool:
+    return every is not None and step % every == 0
+
+
+def _device(config: RunConfig) -> torch.device:
+    from trainwright.core.distributed import default_device
+
+    wanted = config.run.device
+    if wanted == "auto":
+        return default_device()
+    if wanted.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError("no CUDA device is usable here; use run.device=cpu", key="run.device", value=wanted)
+    if wanted == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError("no Apple GPU is usable here; use run.device=cpu", key="run.device", value=wanted)
+    if wanted == "cuda":
+        return default_device()
+    return torch.device(wanted)
