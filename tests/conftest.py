@@ -30,9 +30,13 @@ def recipe(tmp_path, corpus):
     """``recipe(**{"train.steps": 4})`` -> a recipe dict: 2 layers, hidden 64, bytes, fp32, CPU."""
     base = {
         "run": {"name": "t", "dir": str(tmp_path / "runs"), "seed": 7, "device": "cpu"},
-        "model": {"name": "decoder", "family": "llama", "dim": 64, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 128},
+        "model": {"name": "decoder", "dim": 64, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 128},
         "tokenizer": {"name": "bytes"},
-        "data": {"sources": [{"name": "text", "path": corpus}], "cache_dir": str(tmp_path / "cache"), "validation_fraction": 0.1},
+        "data": {
+            "sources": [{"name": "text", "path": corpus}],
+            "cache_dir": str(tmp_path / "cache"),
+            "validation_fraction": 0.1,
+        },
         "optimizer": {"name": "adamw", "lr": 3e-3},
         "precision": {"name": "fp32"},
         "train": {"steps": 4, "seq_len": 32, "global_batch_tokens": 256},

@@ -22,7 +22,10 @@ def test_resolved_recipe_round_trips(recipe):
 def test_numbers_as_people_write_them():
     data = parse_yaml("a: 1e-3\nb: 5\nc: 1.5\nd: 2M\ne: .5\nf: '1e-3'\ng: 1_000\nh: 1.2.3", "x")
     assert data == {"a": 1e-3, "b": 5, "c": 1.5, "d": "2M", "e": 0.5, "f": "1e-3", "g": 1000, "h": "1.2.3"}
-    assert RunConfig.load({"train": {"tokens": "2M", "seq_len": 128, "global_batch_tokens": 1024}}).train.tokens == 2_000_000
+    assert (
+        RunConfig.load({"train": {"tokens": "2M", "seq_len": 128, "global_batch_tokens": 1024}}).train.tokens
+        == 2_000_000
+    )
 
 
 def test_overrides_reach_into_methods_and_lists(recipe):
@@ -54,7 +57,10 @@ def test_choosing_another_method_drops_the_old_settings(recipe):
         ("train.global_batch_tokens=100", "not a multiple of seq_len=32; use 96 or 128"),
         ("run.name=a/b", "plain folder name"),
         ("run.device=tpu", "should be auto, cpu"),
-        ("log.loggers=[{name: tensorbord}]", r"log\.loggers\.0\.name='tensorbord': no such logger; did you mean 'tensorboard'"),
+        (
+            "log.loggers=[{name: tensorbord}]",
+            r"log\.loggers\.0\.name='tensorbord': no such logger; did you mean 'tensorboard'",
+        ),
         ("data.sources.3.weight=1", "is a list of 1"),
         ("data.sources.0.paht=x", r"data\.sources\.0\.paht: unknown key; did you mean 'path'"),
         ("model.n_layers=-2", r"model\.n_layers=-2"),
@@ -98,7 +104,9 @@ def test_declared_conflicts_and_requirements_are_refused(recipe, monkeypatch):
 
     info = get("optimizer", "adamw")
     monkeypatch.setitem(info.conflicts, "clip.global_norm", "it needs raw gradients; use clip=none")
-    with pytest.raises(ConfigError, match="optimizer=adamw cannot be combined with clip=global_norm: it needs raw gradients"):
+    with pytest.raises(
+        ConfigError, match="optimizer=adamw cannot be combined with clip=global_norm: it needs raw gradients"
+    ):
         RunConfig.load(recipe())
     monkeypatch.delitem(info.conflicts, "clip.global_norm")
     monkeypatch.setitem(info.requires, "average", "it reads the averaged weights")

@@ -12,7 +12,11 @@ from trainwright.core.seeds import derive, rng_state, seed_everything, set_rng_s
 def _batch(rows: int = 5, length: int = 4) -> Batch:
     tokens = torch.arange(rows * length).reshape(rows, length)
     return Batch(
-        tokens, tokens + 1, torch.ones(rows, length), tokens % length, torch.zeros(rows, length, dtype=torch.int32),
+        tokens,
+        tokens + 1,
+        torch.ones(rows, length),
+        tokens % length,
+        torch.zeros(rows, length, dtype=torch.int32),
         {"advantages": torch.arange(rows).float()},
     )
 
@@ -58,4 +62,10 @@ def test_nearest_falls_back_to_the_list():
 def test_roles_are_guessed_for_foreign_models():
     model = torch.nn.Sequential(torch.nn.Embedding(7, 4), torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
     roles = {n.name: n.role for n in named_params(model)}
-    assert roles == {"0.weight": "embedding", "1.weight": "matrix", "1.bias": "bias", "2.weight": "norm", "2.bias": "bias"}
+    assert roles == {
+        "0.weight": "embedding",
+        "1.weight": "matrix",
+        "1.bias": "bias",
+        "2.weight": "norm",
+        "2.bias": "bias",
+    }

@@ -90,7 +90,9 @@ def test_plugins_load_through_entry_points(monkeypatch, scratch):
         def load(self):
             return plugin
 
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [Point()] if group == registry.ENTRY_POINTS else [])
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points", lambda group: [Point()] if group == registry.ENTRY_POINTS else []
+    )
     registry._load_plugins.cache_clear()
     registry._loaded.discard(scratch)
     try:

@@ -1,4 +1,4 @@
-"""The loop against the figures that rule: equal gradients however a batch is cut, bit-exact resume, verdicts acted on."""
+"""The loop: equal gradients however a batch is cut, bit-exact resume, verdicts acted on."""
 
 import json
 import math
@@ -33,12 +33,27 @@ def test_it_learns_and_leaves_a_whole_run(recipe):
     assert rows[-1]["loss"] < 0.75 * rows[0]["loss"]
     assert summary["val_bits_per_byte"] == pytest.approx(summary["val_loss"] / math.log(2), rel=0.05)
     folder = trainer.config.run_dir
-    for name in ("config.yaml", "environment.json", "metrics.jsonl", "report.html", "checkpoints/step-00000040", "tokenizer"):
+    for name in (
+        "config.yaml",
+        "environment.json",
+        "metrics.jsonl",
+        "report.html",
+        "checkpoints/step-00000040",
+        "tokenizer",
+    ):
         assert (folder / name).exists(), name
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, 41))
-    for key in ("tokens", "lr", "grad_norm", "tokens_per_s", "flops_utilization", "memory_bytes", "optimizer_state_bytes"):
+    for key in (
+        "tokens",
+        "lr",
+        "grad_norm",
+        "tokens_per_s",
+        "flops_utilization",
+        "memory_bytes",
+        "optimizer_state_bytes",
+    ):
         assert key in steps[-1], key
     assert [line["step"] for line in lines if "val_loss" in line] == [20, 40]
     assert steps[-1]["loss"] == rows[-1]["loss"]
@@ -110,7 +125,9 @@ def test_resume_at_the_end_of_an_epoch(recipe):
 
 def test_validation_does_not_disturb_training(recipe):
     _, plain, _ = fit(recipe(**{"run.name": "a", "model.dropout": 0.2}))
-    _, watched, _ = fit(recipe(**{"run.name": "b", "model.dropout": 0.2, "evaluate.every": 1, "evaluate.at_start": True}))
+    _, watched, _ = fit(
+        recipe(**{"run.name": "b", "model.dropout": 0.2, "evaluate.every": 1, "evaluate.at_start": True})
+    )
     assert [r["loss"] for r in plain] == [r["loss"] for r in watched]
 
 
@@ -188,7 +205,9 @@ def test_skip_leaves_weights_and_optimizer_as_they_were(recipe):
     trainer.fit(on_step=lambda row: seen.append(weights_of(trainer)))
     assert_bitwise(seen[0], seen[1])
     assert any(not torch.equal(seen[1][k], seen[2][k]) for k in seen[1])
-    events = [json.loads(x) for x in (trainer.config.run_dir / "metrics.jsonl").read_text().splitlines() if "event" in x]
+    events = [
+        json.loads(x) for x in (trainer.config.run_dir / "metrics.jsonl").read_text().splitlines() if "event" in x
+    ]
     assert [(e["event"], e["step"]) for e in events] == [("skip", 2)]
 
 
@@ -214,7 +233,9 @@ def test_rollback_restores_skips_data_and_lowers_the_rate(recipe):
     trainer.fit(on_step=on_step)
     assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 5, 6, 7]
     assert rows[5]["lr"] == pytest.approx(0.5 * rows[3]["lr"])
-    events = [json.loads(x) for x in (trainer.config.run_dir / "metrics.jsonl").read_text().splitlines() if "event" in x]
+    events = [
+        json.loads(x) for x in (trainer.config.run_dir / "metrics.jsonl").read_text().splitlines() if "event" in x
+    ]
     assert [e["event"] for e in events][-1] == "rollback" and events[-1]["skipped_steps"] == 3
     # The data went on: 7 steps kept, 1 failed and 2 passed over.
     clean = Trainer(RunConfig.load(recipe(**{"run.name": "clean"})))
@@ -237,7 +258,9 @@ def test_non_finite_loss_is_skipped_by_default(recipe):
     trainer.objective = poisoned
     trainer.fit()
     assert all(torch.isfinite(w).all() for w in weights_of(trainer).values())
-    events = [json.loads(x) for x in (trainer.config.run_dir / "metrics.jsonl").read_text().splitlines() if "event" in x]
+    events = [
+        json.loads(x) for x in (trainer.config.run_dir / "metrics.jsonl").read_text().splitlines() if "event" in x
+    ]
     assert [(e["event"], e["step"]) for e in events] == [("skip", 2)]
 
 
@@ -252,6 +275,8 @@ def test_moved_run_is_opened_evaluated_and_sampled(recipe, tmp_path):
     trainer, _, summary = fit(recipe(**{"train.steps": 6}))
     moved = tmp_path / "elsewhere"
     trainer.config.run_dir.rename(moved)
-    model, tokenizer, config = load_run(moved)
-    assert_bitwise(weights_of(trainer), {k: v for k, v in trainer.parallel.model.state_dict().items() if k in weights_of(trainer)})
+    _model, _tokenizer, _config = load_run(moved)
+    assert_bitwise(
+        weights_of(trainer), {k: v for k, v in trainer.parallel.model.state_dict().items() if k in weights_of(trainer)}
+    )
     assert evaluate_run(moved)["val_loss"] == pytest.approx(summary["val_loss"], rel=1e-6)

@@ -21,7 +21,7 @@ from trainwright.config.sections import (
     TrainSection,
 )
 from trainwright.core.errors import ConfigError, InputError, nearest
-from trainwright.core.registry import MethodConfig, Slot, config_error, slot_definitions
+from trainwright.core.registry import MethodConfig, MethodInfo, Slot, config_error, slot_definitions
 from trainwright.data.module import DataConfig
 from trainwright.models.base import ModelConfig
 from trainwright.objectives.base import ObjectiveConfig
@@ -75,7 +75,11 @@ class RunConfig(BaseModel):
             if not (isinstance(section, type) and issubclass(section, BaseModel)) or isinstance(value, section):
                 continue
             if not isinstance(value, dict):
-                raise ConfigError(f"should be a mapping with keys like {', '.join(list(section.model_fields)[:4])}", key=key, value=value)
+                raise ConfigError(
+                    f"should be a mapping with keys like {', '.join(list(section.model_fields)[:4])}",
+                    key=key,
+                    value=value,
+                )
             try:
                 out[key] = section.model_validate(value)
             except ConfigError as error:
@@ -155,7 +159,7 @@ def _walk(key: str, value: Any) -> Iterator[tuple[str, MethodConfig]]:
 
 
 def _check_compatible(chosen: list[tuple[str, MethodConfig]]) -> None:
-    present = {}
+    present: dict[str, tuple[str, MethodInfo]] = {}
     for key, method in chosen:
         info = method.info()
         present.setdefault(info.slot, (key, info))
@@ -177,7 +181,9 @@ class _Loader(yaml.SafeLoader):
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)$|^[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*)$|^[-+]?\.(inf|Inf)$|^\.(nan|NaN)$"),
+    re.compile(
+        r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)$|^[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*)$|^[-+]?\.(inf|Inf)$|^\.(nan|NaN)$"
+    ),
     list("-+0123456789."),
 )
 
@@ -195,7 +201,7 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping
 
 def parse_yaml(text: str, where: str) -> Any:
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+        return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
@@ -207,11 +213,16 @@ def read_recipe(recipe: str | Path | dict[str, Any] | None) -> dict[str, Any]:
     if isinstance(recipe, dict):
         return _copy(recipe)
     if recipe is None:
-        text, where = resources.files("trainwright").joinpath("recipes/quickstart.yaml").read_text("utf-8"), "quickstart"
+        text, where = (
+            resources.files("trainwright").joinpath("recipes/quickstart.yaml").read_text("utf-8"),
+            "quickstart",
+        )
     else:
         path = Path(recipe)
         if not path.is_file():
-            raise ConfigError(f"no recipe at {path}; give a YAML file, or none for the quickstart (`trainwright init` writes one)")
+            raise ConfigError(
+                f"no recipe at {path}; give a YAML file, or none for the quickstart (`trainwright init` writes one)"
+            )
         try:
             text, where = path.read_text("utf-8"), str(path)
         except (OSError, UnicodeDecodeError) as error:
@@ -259,7 +270,9 @@ def _child(node: Any, part: str, path: list[str]) -> Any:
         return node.get(part)
     if isinstance(node, list):
         if not part.isdigit() or int(part) >= len(node):
-            raise ConfigError(f"{'.'.join(path[:-1])} is a list of {len(node)}; use an index below that", key=".".join(path))
+            raise ConfigError(
+                f"{'.'.join(path[:-1])} is a list of {len(node)}; use an index below that", key=".".join(path)
+            )
         return node[int(part)]
     raise ConfigError(f"{'.'.join(path[:-1])} is {node!r}, which has no keys", key=".".join(path))
 
@@ -276,7 +289,11 @@ def _unknown_top_level(key: str, cls: type[RunConfig]) -> ConfigError:
     homes = []
     for name, info in cls.model_fields.items():
         section = info.annotation
-        if isinstance(section, type) and issubclass(section, Section | DataConfig | ParallelConfig) and key in section.model_fields:
+        if (
+            isinstance(section, type)
+            and issubclass(section, Section | DataConfig | ParallelConfig)
+            and key in section.model_fields
+        ):
             homes.append(f"{name}.{key}")
     if key in OptimizerConfig.model_fields and key != "name":
         homes.append(f"optimizer.{key}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
@@ -22,7 +22,9 @@ class RunSection(Section):
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of weights, data order and every other draw.")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
     overwrite: bool = Field(False, description="Replace an existing run of this name instead of refusing.")
-    deterministic: bool = Field(True, description="Ask torch for deterministic kernels where that costs nothing on CPU.")
+    deterministic: bool = Field(
+        True, description="Ask torch for deterministic kernels where that costs nothing on CPU."
+    )
 
     @field_validator("name")
     @classmethod
@@ -68,7 +70,9 @@ class TrainSection(Section):
         if isinstance(data, dict):
             given = [k for k in ("steps", "tokens", "epochs") if data.get(k) is not None]
             if len(given) > 1:
-                raise ValueError(f"{' and '.join(given)} are given; the length of a run is one of steps, tokens, epochs")
+                raise ValueError(
+                    f"{' and '.join(given)} are given; the length of a run is one of steps, tokens, epochs"
+                )
             if not given and data.get("seconds") is None:
                 data = {**data, "steps": 500}
         return data
@@ -118,9 +122,12 @@ class LogSection(Section):
 
     every: PositiveInt = Field(1, description="Steps between lines in metrics.jsonl.")
     loggers: Annotated[list[MethodConfig], Slot("logger", many=True)] = Field(
-        [{"name": "tensorboard"}], description="Loggers fed with the same figures."
+        default_factory=lambda: cast(list[MethodConfig], [{"name": "tensorboard"}]),
+        description="Loggers fed with the same figures.",
     )
-    progress: Literal["auto", "bar", "lines", "none"] = Field("auto", description="Progress display; auto: bar on a terminal.")
+    progress: Literal["auto", "bar", "lines", "none"] = Field(
+        "auto", description="Progress display; auto: bar on a terminal."
+    )
     report: bool = Field(True, description="Write report.html when the run ends.")
     sample: str | None = Field(None, description="Prompt to continue when the run ends; written to sample.txt.")
 

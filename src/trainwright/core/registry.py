@@ -106,7 +106,8 @@ def register(
         old = _methods[slot].get(name)
         if old is not None and old.config.__qualname__ != cls.__qualname__:
             raise ValueError(f"{slot} {name!r} is registered twice: {old.config} and {cls}")
-        cls.model_fields["name"] = FieldInfo(annotation=Literal[name], default=name)  # type: ignore[arg-type]
+        fields: dict[str, FieldInfo] = cls.__pydantic_fields__
+        fields["name"] = FieldInfo(annotation=Literal[name], default=name)  # type: ignore[arg-type]
         cls.model_rebuild(force=True)
         info = MethodInfo(slot, name, cls, paper, seed_id, dict(conflicts or {}), dict(requires or {}))
         _methods[slot][name] = info

@@ -18,7 +18,7 @@ class StepInfo:
 
     step: int  # 1-based number of the step being made
     loss: float  # global mean loss, nats
-    grad_norm: float  # global norm before clipping; nan when it is not computed
+    grad_norm: float | None  # global norm before clipping; None when it is not computed, NaN when it is NaN
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Verdict:
     action: Action = "ok"
     reason: str = ""
     monitor: str = ""
+    since: int | None = None  # first step that is under suspicion, where that is earlier than the one inspected
 
 
 class Monitor(Protocol):

@@ -36,7 +36,9 @@ def evaluate(
             batch = batch.to(device)
             loss = forward_only(module, objective, batch, precision)
             nats = loss.metrics.get("nll", loss.sum)
-            size = batch.extras["target_bytes"].sum() if "target_bytes" in batch.extras else torch.zeros((), device=device)
+            size = (
+                batch.extras["target_bytes"].sum() if "target_bytes" in batch.extras else torch.zeros((), device=device)
+            )
             totals += torch.stack([nats.double(), loss.weight.double(), size.double()])
     finally:
         module.train(was_training)

@@ -88,7 +88,7 @@ def make_harness_model(model: LanguageModel, tokenizer: Tokenizer, batch_size: i
                         context_len=1,
                     ),
                 )
-                scores = self._loglikelihood_tokens([((("", ""),) + window) for window in windows])
+                scores = self._loglikelihood_tokens([((("", ""), *window)) for window in windows])
                 totals.append(sum(score for score, _ in scores))
             return totals
 
@@ -129,7 +129,8 @@ def evaluate_tasks(
     unknown = [t for t in tasks if t not in manager.all_tasks]
     if unknown:
         raise ConfigError(
-            f"unknown task {unknown[0]!r}; give the folder of your task files, or see `lm_eval --tasks list`", key="tasks"
+            f"unknown task {unknown[0]!r}; give the folder of your task files, or see `lm_eval --tasks list`",
+            key="tasks",
         )
     results = simple_evaluate(harness, tasks=list(tasks), task_manager=manager, limit=limit, bootstrap_iters=0)
     return dict(results["results"])

@@ -53,7 +53,9 @@ def _prepare(config: RunConfig, resume: bool) -> None:
         )
     elif run_dir.exists() and not exists and any(run_dir.iterdir()) and not resume:
         raise ConfigError(
-            f"{run_dir} exists and is not a run; choose another run.name or run.dir", key="run.name", value=config.run.name
+            f"{run_dir} exists and is not a run; choose another run.name or run.dir",
+            key="run.name",
+            value=config.run.name,
         )
     try:
         if exists and not resume:

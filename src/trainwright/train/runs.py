@@ -42,12 +42,29 @@ def load_run(
     model = config.model.build(tokenizer.vocab_size, config.train.seq_len)
     for transform in config.transforms:
         model = transform.apply(model)  # type: ignore[attr-defined]
-    checkpointer = Checkpointer(config.checkpoint_dir, read_only=True)
-    path = checkpointer.find(checkpoint)
-    if path is None:
-        raise CheckpointError(f"{config.run_dir} has no whole checkpoint yet")
-    checkpointer.load_weights(path, model_weights(model))
+    checkpointer = Checkpointer(config.checkpoint_dir, best_metric="val_loss")
+    path = find_checkpoint(checkpointer, checkpoint)
+    checkpointer.load(path, weights=model_weights(model))
     return model.to(target).eval(), tokenizer, config
+
+
+def find_checkpoint(checkpointer: Any, which: str | int | Path = "latest") -> Path:
+    """The folder of "latest", "best", a step's number, or a checkpoint given by its path."""
+    directory = checkpointer.directory
+    if which == "latest":
+        path = checkpointer.latest()
+    elif which == "best":
+        path = checkpointer.best()
+    elif str(which).isdigit():
+        path = directory / f"step-{int(str(which)):08d}"
+    else:
+        path = Path(str(which))
+    if path is None:
+        raise CheckpointError(f"{directory} holds no whole checkpoint yet")
+    if not path.is_dir():
+        there = ", ".join(sorted(p.name for p in directory.glob("step-*"))) or "none"
+        raise CheckpointError(f"no checkpoint {which!r}; {directory} holds: {there}")
+    return path
 
 
 def model_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -90,16 +107,18 @@ def evaluate_run(
         config.data, tokenizer, seq_len=config.train.seq_len, seed=derive(config.run.seed, "data"), rank=0, world_size=1
     )
     rows = max(1, 8192 // config.train.seq_len)
-    batches = data.validation_batches(batch_rows=rows, max_tokens=tokens if tokens is not None else config.evaluate.tokens)
+    batches = data.validation_batches(
+        batch_rows=rows, max_tokens=tokens if tokens is not None else config.evaluate.tokens
+    )
     return evaluate(model, config.objective.build(), batches, device, config.precision.build(device))
 
 
-def sample_text(model: LanguageModel, tokenizer: Tokenizer, prompt: str, *, seed: int = 0, max_new_tokens: int = 200) -> str:
+def sample_text(
+    model: LanguageModel, tokenizer: Tokenizer, prompt: str, *, seed: int = 0, max_new_tokens: int = 200
+) -> str:
     from trainwright.models.generate import generate
 
-    texts = generate(
-        model, tokenizer, [prompt], max_new_tokens=max_new_tokens, temperature=0.7, top_p=0.95, seed=seed
-    )
+    texts = generate(model, tokenizer, [prompt], max_new_tokens=max_new_tokens, temperature=0.7, top_p=0.95, seed=seed)
     return prompt + texts[0] + "\n"
 
 

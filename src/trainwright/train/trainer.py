@@ -6,7 +6,8 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -15,13 +16,15 @@ from typing import Any
 import torch
 
 from trainwright.config.run_config import RunConfig
+from trainwright.core.allocator import keep_freed_memory
 from trainwright.core.distributed import all_reduce_sum, is_main, launched_world_size
 from trainwright.core.errors import ConfigError, Interrupted, StoppedByMonitor
 from trainwright.core.params import named_params
 from trainwright.core.registry import build as build_method
 from trainwright.core.seeds import derive, rng_state, seed_everything, set_rng_state
 from trainwright.optim.state import empty_named_state, load_named_state, named_state, optimizer_state_bytes
-from trainwright.resilience.base import StepInfo, Verdict
+from trainwright.resilience.base import StepInfo
+from trainwright.resilience.policy import Decision, Policy
 from trainwright.train import run_dir as run_folder
 from trainwright.train.evaluate import evaluate
 from trainwright.train.executor import AutogradExecutor
@@ -55,6 +58,8 @@ class Trainer:
         self.config, self.resume = config, resume
         degrees = config.parallel.resolve(launched_world_size())
         self.device = _device(config)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         init_distributed(self.device)
         self.mesh = build_mesh(degrees, self.device)
         self.rows = config.train.global_batch_rows
@@ -69,10 +74,11 @@ class Trainer:
         if config.run.deterministic and self.device.type == "cuda":
             torch.use_deterministic_algorithms(True, warn_only=True)
 
-        self.precision = config.precision.build(self.device)
+        with _naming("precision"):
+            self.precision = config.precision.build(self.device)
         self._build_data()
         seed_everything(derive(config.run.seed, "weights"))
-        with torch.device("cpu"):
+        with torch.device("cpu"), _naming("model"):
             model = config.model.build(self.tokenizer.vocab_size, config.train.seq_len)
         for transform in config.transforms:
             model = transform.apply(model)  # type: ignore[attr-defined]
@@ -89,7 +95,8 @@ class Trainer:
             raise ConfigError("the model has no trainable parameter; unfreeze some", key="model")
 
         self.objective = config.objective.build()
-        self.optimizer = config.optimizer.build(self.params)
+        with _naming("optimizer"):
+            self.optimizer = config.optimizer.build(self.params)
         for group in self.optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
         self.total_steps = self._total_steps()
@@ -145,9 +152,7 @@ class Trainer:
             return max(1, math.ceil(train.epochs * self.data.rows_per_epoch / self.rows))
         return 10_000  # a run by the clock: the schedule's scale, see _position
 
-    def _build_policy(self) -> Any:
-        from trainwright.resilience.policy import Policy
-
+    def _build_policy(self) -> Policy:
         r = self.config.recovery
         return Policy(max_rollbacks=r.max_rollbacks, lr_factor=r.lr_factor, skip_steps=r.skip_steps)
 
@@ -162,7 +167,7 @@ class Trainer:
             config.checkpoint_dir,
             keep=config.checkpoint.keep,
             asynchronous=config.checkpoint.asynchronous,
-            keep_best=config.checkpoint.keep_best,
+            best_metric="val_loss" if config.checkpoint.keep_best else None,
         )
         self.metrics: Any = None
         self.loggers: list[Any] = []
@@ -222,9 +227,7 @@ class Trainer:
         state = empty_named_state(self.optimizer, self.params)
         weights = self.parallel.state()
         tree = self._tensors_tree(state["tensors"])
-        loaded = self.checkpointer.load(path, tensors=tree, weights=weights)
-        meta = loaded.meta
-        self.parallel.load_state(weights)
+        meta = self.checkpointer.load(path, tensors=tree, weights=weights)
         load_named_state(self.optimizer, self.params, {"tensors": tree["optimizer"], "scalars": meta["optimizer"]})
         if self.average is not None:
             self.average.load_state_dict({"tensors": tree["average"], "scalars": meta["average"]})
@@ -238,8 +241,9 @@ class Trainer:
                 if name in meta["monitors"]:
                     monitor.load_state_dict(meta["monitors"][name])
             self.policy.load_state_dict(meta["policy"])
-            if loaded.per_rank is not None:
-                set_rng_state(loaded.per_rank["rng"])
+            own = self.checkpointer.per_rank(path)
+            if own is not None:
+                set_rng_state(own["rng"])
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
@@ -306,7 +310,9 @@ class Trainer:
         seconds = self.config.train.seconds
         if seconds is not None and self.progress.seconds >= seconds:
             return True
-        by_clock = self.config.train.steps is None and self.config.train.tokens is None and self.config.train.epochs is None
+        by_clock = (
+            self.config.train.steps is None and self.config.train.tokens is None and self.config.train.epochs is None
+        )
         return self.progress.step >= self.total_steps and not by_clock
 
     def _position(self) -> int:
@@ -317,7 +323,7 @@ class Trainer:
         by_clock = int(self.total_steps * min(self.progress.seconds / seconds, 1.0))
         return min(max(self.progress.step, by_clock), self.total_steps - 1)
 
-    def _step(self) -> tuple[dict[str, Any], Verdict]:
+    def _step(self) -> tuple[dict[str, Any], Decision]:
         t0 = time.perf_counter()
         batch = self.loader.next_batch().to(self.device)
         t1 = time.perf_counter()
@@ -342,9 +348,10 @@ class Trainer:
         loss = per_token[0]
 
         info = StepInfo(step=self.progress.step + 1, loss=loss, grad_norm=norm)
-        verdict = self.policy.decide(info.step, [(name, m.inspect(info)) for name, m in self.monitors])
         if scaler is not None and not math.isfinite(norm):
-            verdict = Verdict()  # the scaler itself skips the update and lowers its scale
+            verdict = Decision()  # the scaler itself skips the update and lowers its scale
+        else:
+            verdict = self.policy.decide(info.step, [(name, m.inspect(info)) for name, m in self.monitors])
         t3 = time.perf_counter()
         lr = self._set_lr()
         if verdict.action == "ok":
@@ -391,26 +398,29 @@ class Trainer:
             group["lr"] = group["initial_lr"] * factor
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def _rollback(self, verdict: Verdict) -> None:
+    def _rollback(self, verdict: Decision) -> None:
         """Back to the newest whole checkpoint, with data going on behind the failed step and ``skip_steps`` more."""
         self.checkpointer.wait()
-        path = self.checkpointer.latest()
         failed = self.progress.step
+        path = self.checkpointer.latest(before=verdict.since) or self.checkpointer.latest()
         if path is None:
             raise StoppedByMonitor(
                 f"{verdict.monitor} asked for a rollback at step {failed} ({verdict.reason}), but there is no checkpoint "
                 "yet; set checkpoint.every"
             )
         self._restore(path, loader=False)
-        for _ in range(self.config.recovery.skip_steps):
+        for _ in range(verdict.skip_steps):
             self.loader.next_batch()
         self._event(
-            "rollback",
-            step=self.progress.step,
-            from_step=failed,
-            reason=verdict.reason,
-            skipped_steps=failed - self.progress.step + self.config.recovery.skip_steps,
-            lr_multiplier=self.policy.lr_multiplier,
+            {
+                "event": "rollback",
+                "step": self.progress.step,
+                "from_step": failed,
+                "monitor": verdict.monitor,
+                "reason": verdict.reason,
+                "skipped_steps": failed - self.progress.step + verdict.skip_steps,
+                "lr_multiplier": self.policy.lr_multiplier,
+            }
         )
 
     def _validate(self) -> dict[str, float]:
@@ -439,7 +449,7 @@ class Trainer:
 
     # -- what goes out ------------------------------------------------------------------------------------------
 
-    def _emit(self, row: dict[str, Any], verdict: Verdict) -> None:
+    def _emit(self, row: dict[str, Any], verdict: Decision) -> None:
         if self.metrics is None:
             return
         from trainwright.core.hardware import matmul_peak, memory_bytes
@@ -457,13 +467,13 @@ class Trainer:
                 logger.log(shown)
         if self.display is not None:
             self.display.update(row)
-        if verdict.action != "ok":
-            self._event(verdict.action, step=row["step"], monitor=verdict.monitor, reason=verdict.reason)
+        for event in verdict.events:
+            self._event(event)
 
-    def _event(self, kind: str, **fields: Any) -> None:
+    def _event(self, event: dict[str, Any]) -> None:
         if self.metrics is not None:
-            self.metrics.write({"event": kind, **fields})
-            log.warning("%s: %s", kind, ", ".join(f"{k}={v}" for k, v in fields.items()))
+            self.metrics.write(event)
+            log.warning(", ".join(f"{k}={v}" for k, v in event.items()))
 
     def _sample(self, prompt: str) -> None:
         from trainwright.train.runs import sample_text
@@ -501,6 +511,15 @@ class Trainer:
         if not asked:
             return False
         return bool(all_reduce_sum(torch.tensor(float(flag), device=self.device)).item())
+
+
+@contextmanager
+def _naming(section: str) -> Iterator[None]:
+    """Errors of what a method builds carry the recipe's key."""
+    try:
+        yield
+    except ConfigError as error:
+        raise error.under(section) from None
 
 
 def _due(every: int | None, step: int) -> bool:

@@ -1,0 +1,225 @@
+"""The commands: argument handling and printing. What they do lives in train, config, models and core."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    name="trainwright",
+    help="Train language models with the published methods, one recipe line each.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+config_app = typer.Typer(help="Show, check and describe recipes.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
+# typer writes brackets and dots around the metavar of a list.
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides, e.g. optimizer.lr=1e-3.")]
+RecipeAndOverrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="RECIPE] [KEY=VALUE", help="A YAML file (none: the quickstart), then overrides like optimizer.lr=1e-3."
+    ),
+]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, e.g. runs/quickstart.")]
+Checkpoint = Annotated[str, typer.Option(help="latest, best, a step, or a checkpoint's folder.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.callback(invoke_without_command=True)
+def _main(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        from trainwright import __version__
+
+        print(f"trainwright {__version__}")
+        raise typer.Exit
+
+
+def split_arguments(arguments: list[str] | None) -> tuple[Path | None, list[str]]:
+    """``[RECIPE] [KEY=VALUE]...`` -> recipe and overrides. Raises ConfigError for anything else."""
+    from trainwright.core.errors import ConfigError
+
+    arguments = list(arguments or [])
+    recipe = None
+    if arguments and ("=" not in arguments[0] or Path(arguments[0]).is_file()):
+        recipe = Path(arguments.pop(0))
+    for text in arguments:
+        if "=" not in text:
+            hint = (
+                "only the first argument can be a recipe"
+                if text.endswith((".yaml", ".yml"))
+                else "e.g. optimizer.lr=1e-3"
+            )
+            raise ConfigError(f"override {text!r} should look like key=value; {hint}")
+    return recipe, arguments
+
+
+@app.command()
+def train(
+    arguments: RecipeAndOverrides = None,
+    nproc: Annotated[int, typer.Option(min=1, help="Processes on this machine; usually one a GPU.")] = 1,
+    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with this run where it stopped.")] = None,
+) -> None:
+    """Train a model by a recipe; without one, the quickstart."""
+    from trainwright.cli import train as command
+
+    recipe, overrides = split_arguments(arguments)
+    raise typer.Exit(command.run(recipe, overrides, nproc, resume))
+
+
+@app.command("eval")
+def evaluate(
+    run: Run,
+    overrides: Overrides = None,
+    checkpoint: Checkpoint = "latest",
+    tokens: Annotated[int | None, typer.Option(min=1, help="Validation tokens; default: the recipe's.")] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="Tasks of lm-evaluation-harness, by comma; needs the extra `eval`.")
+    ] = None,
+    include_path: Annotated[Path | None, typer.Option(help="Folder of your own task files.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Examples per task.")] = None,
+    json: Json = False,
+) -> None:
+    """Validation loss, perplexity and bits per byte of a run, or harness tasks on it."""
+    from trainwright.cli.output import figures, print_json
+
+    split_arguments(["-", *(overrides or [])])
+    found: dict[str, Any]
+    if tasks is not None:
+        from trainwright.train.lm_eval_adapter import evaluate_tasks
+        from trainwright.train.runs import open_model
+
+        model, tokenizer = open_model(run, checkpoint)
+        names = [t.strip() for t in tasks.split(",") if t.strip()]
+        found = evaluate_tasks(model, tokenizer, names, include_path=include_path, limit=limit)
+    else:
+        from trainwright.train import evaluate_run
+
+        found = evaluate_run(run, checkpoint, overrides=overrides, tokens=tokens)
+    if json:
+        print_json(found)
+    else:
+        for task, row in found.items() if tasks is not None else [("", found)]:
+            if task:
+                print(task)
+            figures(row)
+
+
+@app.command()
+def generate(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or a Hugging Face model folder.")],
+    prompt: Annotated[str | None, typer.Option(help="Text to continue; default: what comes from a pipe.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Talk with the model, by its chat template.")] = False,
+    system: Annotated[str | None, typer.Option(help="System message of the chat.")] = None,
+    checkpoint: Checkpoint = "latest",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to write.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.7,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Draw among this many likeliest tokens.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Draw among the likeliest of this mass.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends the answer; may be given several times.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the draws.")] = 0,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: the run's.")] = None,
+) -> None:
+    """Continue a text, or chat."""
+    from trainwright.cli import generate as command
+
+    settings: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "seed": seed,
+        "stop": stop or [],
+    }
+    settings |= {k: v for k, v in (("top_k", top_k), ("top_p", top_p)) if v is not None}
+    command.run(run, checkpoint, device, settings, prompt=prompt, chat=chat, system=system)
+
+
+@app.command()
+def export(
+    run: Run,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")],
+    checkpoint: Checkpoint = "latest",
+) -> None:
+    """Write a run's model as a folder that transformers loads."""
+    from trainwright.train.runs import export_run
+
+    print(export_run(run, out, checkpoint))
+
+
+@app.command()
+def methods(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[SLOT|NAME]", help="A slot, a method, or a word to search for.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """List the methods, search them, or explain one: its settings, defaults and paper."""
+    from trainwright.cli.methods import show
+
+    show(name, json)
+
+
+@config_app.command("show")
+def config_show(arguments: RecipeAndOverrides = None) -> None:
+    """Print a recipe with every default filled in."""
+    recipe, overrides = split_arguments(arguments)
+    from trainwright.config import RunConfig
+
+    print(RunConfig.load(recipe, overrides).to_yaml(), end="")
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """Print the JSON Schema of a recipe, for editors."""
+    from trainwright.cli.output import print_json
+    from trainwright.config import RunConfig
+
+    print_json(RunConfig.json_schema())
+
+
+@config_app.command("check")
+def config_check(arguments: RecipeAndOverrides = None) -> None:
+    """Find mistakes in a recipe before any work."""
+    recipe, overrides = split_arguments(arguments)
+    from trainwright.config import RunConfig
+
+    config = RunConfig.load(recipe, overrides)
+    print(f"{recipe or 'quickstart'}: valid; it would write to {config.run_dir}")
+
+
+@app.command()
+def init(
+    path: Annotated[Path, typer.Argument(metavar="[FILE]", help="File to write.")] = Path("recipe.yaml"),
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+) -> None:
+    """Write a commented recipe to start from."""
+    from trainwright.cli.template import write
+
+    write(path, force)
+    print(f"{path} written. Train it: trainwright train {path}")
+
+
+@app.command()
+def doctor(json: Json = False) -> None:
+    """What this machine has, how fast it is, and what is missing for which feature."""
+    from trainwright.cli.doctor import diagnose, show
+    from trainwright.cli.output import print_json
+
+    found = diagnose()
+    print_json(found) if json else show(found)
+
+
+@app.command()
+def report(run: Run) -> None:
+    """Write report.html of a run; also of one that is still going."""
+    from trainwright.train.report import write_report
+
+    print(write_report(run))

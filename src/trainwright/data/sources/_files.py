@@ -1,0 +1,260 @@
+"""Finding and opening the files of a source: paths, globs and folders; plain, gzip and zstandard."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import gzip
+import hashlib
+import io
+import json
+import os
+import zlib
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar
+
+from pydantic import Field, field_validator
+
+from trainwright.core.errors import ConfigError, DataError
+from trainwright.data.sources._split import SplitSource
+from trainwright.data.sources.base import Document, Split
+
+COMPRESSED = (".gz", ".zst")
+BLOCK = 1 << 20  # bytes per read
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    path: Path  # absolute
+    id: str  # POSIX path below the source's own folder, so that machines agree
+
+
+def find_files(spec: str | Sequence[str], suffixes: tuple[str, ...], key: str = "path") -> list[SourceFile]:
+    """The files that ``spec`` names, each once: entries in their order, sorted within a glob or folder.
+
+    ``suffixes`` selects inside folders (also with .gz or .zst behind). Raises DataError for a path that does not
+    exist, a glob without match and a folder without such files.
+    """
+    entries = [spec] if isinstance(spec, str) else list(spec)
+    if not entries:
+        raise DataError(f"{key} is an empty list; name at least one file, glob or folder")
+    found: list[Path] = []
+    roots: list[str] = []
+    for entry in entries:
+        root, paths = _expand(entry, suffixes, key)
+        roots.append(str(root))
+        found += paths
+    common = Path(os.path.commonpath(roots))
+    files: dict[str, SourceFile] = {}
+    for path in found:
+        real = os.path.realpath(path)
+        files.setdefault(real, SourceFile(path, path.relative_to(common).as_posix()))
+    return list(files.values())
+
+
+def _expand(entry: str, suffixes: tuple[str, ...], key: str) -> tuple[Path, list[Path]]:
+    if not entry:
+        raise DataError(f"{key} is an empty string; name a file, glob or folder")
+    path = Path(os.path.abspath(Path(entry).expanduser()))  # noqa: PTH100 (resolve() would follow links)
+    if path.is_dir():
+        files = sorted(p for p in _walk(path) if _has_suffix(p, suffixes))
+        if not files:
+            wanted = ", ".join(suffixes)
+            raise DataError(
+                f"{key}: folder {entry} holds no {wanted} files (plain, .gz or .zst); "
+                f"name other files by a glob such as {entry}/**/*"
+            )
+        return path, files
+    if path.exists():
+        return path.parent, [path]
+    if glob.has_magic(entry):
+        matches = sorted(p for m in glob.glob(str(path), recursive=True) if (p := Path(m)).is_file())  # noqa: PTH207
+        if not matches:
+            raise DataError(f"{key}: no file matches the glob {entry} (looked in {Path.cwd()})")
+        parts = path.parts
+        fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
+        return Path(*parts[:fixed]), matches
+    raise DataError(f"{key}: {entry} does not exist (looked in {Path.cwd()})")
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for current, folders, names in os.walk(folder):
+        folders[:] = [f for f in folders if not f.startswith(".")]
+        yield from (Path(current, n) for n in names if not n.startswith("."))
+
+
+def _has_suffix(path: Path, suffixes: tuple[str, ...]) -> bool:
+    name = path.name.lower()
+    for packed in COMPRESSED:
+        name = name.removesuffix(packed)
+    return name.endswith(suffixes)
+
+
+class _ZstdReader(io.RawIOBase):
+    """Bytes of a .zst file of one or more frames. Unlike zstandard's own reader it reports a file that is cut short."""
+
+    def __init__(self, raw: BinaryIO):
+        import zstandard
+
+        # 2**31: files packed with `zstd --long=31` need such a window.
+        self._unpacker = zstandard.ZstdDecompressor(max_window_size=2**31)
+        self._raw = raw
+        self._frame: Any = None
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, target: Any) -> int:
+        while not self._ready:
+            between = self._frame is None or self._frame.eof
+            data = self._frame.unused_data if self._frame is not None and between else b""
+            data = data or self._raw.read(1 << 14)
+            if not data:
+                if between:
+                    return 0
+                raise EOFError("the zstd stream is cut short")
+            if between:
+                self._frame = self._unpacker.decompressobj()
+            self._ready = memoryview(self._frame.decompress(data))
+        n = min(len(target), len(self._ready))
+        target[:n] = self._ready[:n]
+        self._ready = self._ready[n:]
+        return n
+
+
+@contextlib.contextmanager
+def open_binary(path: Path) -> Iterator[BinaryIO]:
+    """The file's bytes, unpacked where its name ends in .gz or .zst. Reading errors become DataErrors with its name."""
+    errors: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)
+    if path.suffix.lower() == ".zst":
+        import zstandard
+
+        errors = (*errors, zstandard.ZstdError)
+    try:
+        with contextlib.ExitStack() as stack:
+            raw: BinaryIO = stack.enter_context(path.open("rb", buffering=BLOCK))
+            if path.suffix.lower() == ".gz":
+                raw = stack.enter_context(io.BufferedReader(gzip.GzipFile(fileobj=raw), BLOCK))  # type: ignore[assignment]
+            elif path.suffix.lower() == ".zst":
+                raw = stack.enter_context(io.BufferedReader(_ZstdReader(raw), BLOCK))  # type: ignore[assignment]
+            yield raw
+    except errors as error:
+        if path.suffix.lower() in COMPRESSED and not (isinstance(error, OSError) and error.errno):
+            raise DataError(
+                f"{path}: damaged or cut short {path.suffix} file ({error}); unpack it or fetch it again"
+            ) from error
+        raise DataError(f"{path}: cannot be read ({error})") from error
+
+
+def decode(data: bytes, path: Path, offset: int = 0, line: int | None = None) -> str:
+    """UTF-8 text of ``data``, which stands ``offset`` bytes into ``path`` (unpacked)."""
+    where = f"{path}" if line is None else f"{path}:{line}"
+    nul = data.find(0)
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        if nul < 0 or error.start < nul:
+            hint = "it looks like UTF-16; " if offset == 0 and data[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
+            raise DataError(
+                f"{where}: not UTF-8 text: byte 0x{data[error.start]:02x} at byte offset {offset + error.start}; "
+                f"{hint}give a UTF-8 text file (iconv -t UTF-8 converts)"
+            ) from None
+    if nul >= 0:
+        raise DataError(
+            f"{where}: a binary file, not text: NUL byte at byte offset {offset + nul}; give a UTF-8 text file"
+        )
+    return text
+
+
+def checked_text(text: str, where: str) -> str:
+    """``text``, or a DataError where it cannot be written as UTF-8 (JSON can spell half a surrogate pair)."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{where}: text holds the lone surrogate U+{ord(text[error.start]):04X} at character {error.start}, "
+                f"which is not Unicode text; remove it"
+            ) from None
+    return text
+
+
+def hash_json(*parts: Any) -> str:
+    """Hash of JSON-like values, 128 bits in hex."""
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def stat_files(files: Sequence[SourceFile]) -> list[tuple[str, str, int, int]]:
+    """Per file: id, absolute path, size in bytes, mtime in ns."""
+    out = []
+    for file in files:
+        try:
+            stat = file.path.stat()
+        except OSError as error:
+            raise DataError(f"{file.path}: cannot be read ({error.strerror})") from error
+        out.append((file.id, str(file.path), stat.st_size, stat.st_mtime_ns))
+    return out
+
+
+class FileSource(SplitSource):
+    """Documents from files."""
+
+    suffixes: ClassVar[tuple[str, ...]] = ()
+
+    path: str | list[str] = Field(
+        description="File, glob or folder, or a list of them. Files may be packed (.gz, .zst); ** goes into subfolders."
+    )
+    validation_path: str | list[str] | None = Field(
+        None,
+        description="Files, globs or folders that are the validation split; path, less these, is for training then.",
+    )
+
+    @field_validator("path", "validation_path", mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [os.fspath(v) if isinstance(v, os.PathLike) else v for v in value]
+        return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+    @property
+    def label(self) -> str:
+        first = self.path if isinstance(self.path, str) else (self.path or [""])[0]
+        return f"{self.name}:{first}"
+
+    def files(self, split: Split | None = None) -> list[SourceFile]:
+        """The source's files in reading order; those of one split where validation_path is given."""
+        if self.validation_path is None or split is None:
+            return find_files(self.path, self.suffixes)
+        held_out = find_files(self.validation_path, self.suffixes, "validation_path")
+        if split == "validation":
+            return held_out
+        real = {os.path.realpath(f.path) for f in held_out}
+        files = [f for f in find_files(self.path, self.suffixes) if os.path.realpath(f.path) not in real]
+        if not files:
+            raise DataError(f"source {self.label}: every file of path is in validation_path; none is left for training")
+        return files
+
+    def _has_validation(self) -> bool:
+        return self.validation_path is not None
+
+    def _stream(self, split: Split | None) -> Iterator[Document]:
+        for file in self.files(split):
+            yield from self._read(file)
+
+    @abstractmethod
+    def _read(self, file: SourceFile) -> Iterator[Document]:
+        """Documents of one file, empty ones included."""
+
+    def fingerprint(self) -> str:
+        settings = self.model_dump(mode="json", exclude={"path", "validation_path", "weight"})
+        held_out = stat_files(self.files("validation")) if self._has_validation() else None
+        return hash_json(settings, stat_files(self.files()), held_out)
+
+
+def need(package: str, extra: str) -> ConfigError:
+    return ConfigError(f"needs the package {package}; install it with: pip install 'trainwright[{extra}]'")

@@ -1,0 +1,147 @@
+"""Mixture of experts: top-k routing, stacked experts computed in groups, and two ways to keep their load even.
+
+Token t with scores s_t (softmax of the router's logits, or their sigmoid) goes to the k experts with the largest
+``s_t + b``; the outputs are summed with weights s_t of the chosen ones, divided by their sum where the family does so.
+
+- auxiliary loss (arXiv:2101.03961, as Mixtral and Qwen use it): ``E * sum_e f_e * P_e`` per layer, with f_e the assignments
+  to expert e over the number of tokens (they sum to k) and P_e the mean score; averaged over layers.
+- bias (arXiv:2408.15664): after each step ``b_e += rate * sign(mean load - load_e)``; no gradient is disturbed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainwright.models.ops import swiglu
+
+
+class MoE(nn.Module):
+    """``x [B, T, D]`` -> output ``[B, T, D]``, balancing loss (scalar, not scaled by a coefficient), expert counts ``[E]``."""
+
+    expert_bias: Tensor | None
+
+    def __init__(
+        self, dim: int, ffn_dim: int, n_experts: int, top_k: int, *, score: str, normalise: bool, bias_balanced: bool
+    ):
+        super().__init__()
+        self.top_k, self.score, self.normalise = top_k, score, normalise
+        self.router = nn.Linear(dim, n_experts, bias=False)
+        self.gate = nn.Parameter(torch.empty(n_experts, ffn_dim, dim))
+        self.up = nn.Parameter(torch.empty(n_experts, ffn_dim, dim))
+        self.down = nn.Parameter(torch.empty(n_experts, dim, ffn_dim))
+        bias = torch.zeros(n_experts, dtype=torch.float32) if bias_balanced else None
+        self.register_buffer("expert_bias", bias)
+        # Assignments since the last update_bias(). No buffer: DDP broadcasts those from rank 0 at every forward.
+        self.load: Tensor | None = None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> MoE:
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.expert_bias is not None and self.expert_bias.dtype != torch.float32:
+            # Steps of 0.001 vanish in bfloat16: the bias stays float32 whatever the model is cast to.
+            self.expert_bias = bias.to(self.expert_bias.device)
+        return self
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        shape = x.shape
+        x = x.reshape(-1, shape[-1])  # [N, D]
+        logits = self.router(x).float()  # [N, E]
+        scores = logits.sigmoid() if self.score == "sigmoid" else logits.softmax(dim=-1)
+        choice = scores if self.expert_bias is None else scores + self.expert_bias
+        experts = choice.topk(self.top_k, dim=-1).indices  # [N, k]
+        weights = scores.gather(1, experts)  # [N, k]
+        if self.normalise:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + (1e-20 if self.score == "sigmoid" else 0.0))
+
+        flat = experts.flatten()  # [N * k]
+        counts = F.one_hot(flat, self.router.weight.shape[0]).sum(0)  # [E]; bincount would sync on CUDA
+        order = flat.argsort(stable=True)  # assignments, expert by expert
+        rows = x.index_select(0, order // self.top_k)  # [N * k, D]
+        out = self._experts(rows, counts)  # [N * k, D]
+        place = torch.empty_like(order)
+        place[order] = torch.arange(order.numel(), device=order.device)
+        out = out.index_select(0, place).view(-1, self.top_k, shape[-1])  # [N, k, D]
+        y = (out * weights.to(out.dtype).unsqueeze(-1)).sum(dim=1)
+
+        # Sigmoid scores do not sum to one; the loss compares shares.
+        share = scores / scores.sum(dim=-1, keepdim=True) if self.score == "sigmoid" else scores
+        balance = counts.numel() * (counts / x.shape[0] * share.mean(dim=0)).sum()
+        return y.view(shape), balance, counts.detach()
+
+    def _experts(self, rows: Tensor, counts: Tensor) -> Tensor:
+        gate, up, down = self.gate, self.up, self.down
+        device = rows.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            rows, gate, up, down = (t.to(dtype) for t in (rows, gate, up, down))
+        if device == "cuda" and rows.dtype == torch.bfloat16:
+            ends = counts.cumsum(0, dtype=torch.int32)
+
+            def grouped(x: Tensor, w: Tensor) -> Tensor:
+                return F.grouped_mm(x, w.transpose(1, 2), offs=ends)
+
+            return grouped(swiglu(grouped(rows, gate), grouped(rows, up)), down)
+        return _run_experts(rows, gate, up, down, counts)
+
+    @torch.no_grad()
+    def count_load(self, counts: Tensor) -> None:
+        """Add assignments ``counts [E]`` of a forward pass to the load of the current step."""
+        self.load = counts if self.load is None else self.load + counts
+
+    @torch.no_grad()
+    def update_bias(self, load: Tensor, rate: float) -> None:
+        """Lower the bias of experts above the mean ``load [E]`` and raise the others', by ``rate``."""
+        if self.expert_bias is not None:
+            load = load.to(self.expert_bias)
+            self.expert_bias += rate * torch.sign(load.mean() - load)
+
+
+@torch.compiler.disable
+def _run_experts(rows: Tensor, gate: Tensor, up: Tensor, down: Tensor, counts: Tensor) -> Tensor:
+    """A matrix product per expert and projection; reads ``counts`` on the host."""
+    sizes = counts.tolist()
+    hidden = swiglu(_GroupedLinear.apply(rows, gate, sizes), _GroupedLinear.apply(rows, up, sizes))
+    return _GroupedLinear.apply(hidden, down, sizes)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Rows ``x [M, K]`` lie expert by expert, ``sizes[e]`` of each; ``x_e @ w[e].T`` for ``w [E, N, K]`` -> ``[M, N]``.
+
+    Written by hand because autograd through ``w[e]`` would make a whole ``[E, N, K]`` gradient for each expert.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, sizes: list[int]) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.sizes = sizes
+        out = x.new_empty(x.shape[0], w.shape[1])
+        for xe, we, oe in zip(x.split(sizes), w, out.split(sizes), strict=True):
+            torch.mm(xe, we.t(), out=oe)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, w = ctx.saved_tensors
+        grad = grad.contiguous()
+        dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        dw = torch.empty_like(w) if ctx.needs_input_grad[1] else None
+        for e, (xe, ge) in enumerate(zip(x.split(ctx.sizes), grad.split(ctx.sizes), strict=True)):
+            if dx is not None:
+                torch.mm(ge, w[e], out=dx.split(ctx.sizes)[e])
+            if dw is not None:
+                torch.mm(ge.t(), xe, out=dw[e])
+        return dx, dw, None
+
+
+@torch.no_grad()
+def load_metrics(counts: list[Tensor]) -> dict[str, Tensor]:
+    """Means over layers of the load's entropy (1 = even) and of the busiest expert's share of assignments."""
+    load = torch.stack(counts).float()  # [layers, E]
+    share = load / load.sum(dim=1, keepdim=True)
+    entropy = torch.special.entr(share).sum(dim=1) / torch.log(torch.tensor(float(load.shape[1])))
+    return {"moe/load_entropy": entropy.mean(), "moe/max_load_fraction": share.amax(dim=1).mean()}

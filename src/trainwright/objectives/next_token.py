@@ -1,0 +1,78 @@
+"""Next-token prediction: cross-entropy of every position's target, through the fused linear cross-entropy.
+
+Pretraining, continued pretraining and supervised fine-tuning all are this objective; they differ by the weights of
+the batch. The loss is a sum, to be divided by the weight of the global batch, so that micro-batches, ranks and ragged
+rows count each token alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pydantic import Field, NonNegativeFloat, PositiveInt
+from torch import Tensor
+
+from trainwright.core.batch import Batch
+from trainwright.core.registry import register
+from trainwright.models.base import Hidden, LanguageModel
+from trainwright.objectives.base import Loss, ObjectiveConfig
+from trainwright.objectives.linear_cross_entropy import linear_cross_entropy
+
+
+@dataclass(frozen=True)
+class NextToken:
+    """``objective(model, batch) -> Loss``: sum of ``w * (CE + z_loss * lse^2)`` plus the model's auxiliary loss times
+    the batch's weight. Metrics, as sums: ``nll``, ``z_loss``, ``correct``, and with a model that has them
+    ``aux_loss`` and its own metrics."""
+
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+    chunk_tokens: int | None = None
+
+    def __call__(self, model: LanguageModel, batch: Batch) -> Loss:
+        weight = batch.weight()
+
+        def head(hidden: Hidden) -> tuple[Tensor, dict[str, Tensor]]:
+            # All of the loss is made here, inside forward: FSDP has the head gathered, and finds in what forward
+            # returns every tensor that backward starts from.
+            head = hidden.head
+            total, metrics = linear_cross_entropy(
+                hidden.states.flatten(0, 1),
+                head.weight,
+                batch.targets.flatten(),
+                batch.weights.flatten(),
+                bias=head.bias,
+                softcap=head.softcap,
+                scale=head.scale,
+                z_loss=self.z_loss,
+                label_smoothing=self.label_smoothing,
+                chunk_tokens=self.chunk_tokens,
+            )
+            scale = weight.to(total.dtype)
+            if hidden.aux_loss is not None:
+                aux = hidden.aux_loss * scale
+                total = total + aux
+                metrics["aux_loss"] = aux.detach()
+            metrics.update({name: value.detach() * scale for name, value in hidden.metrics.items()})
+            return total, metrics
+
+        total, metrics = model(batch.tokens, positions=batch.positions, doc_ids=batch.doc_ids, head_fn=head)
+        return Loss(total, weight, metrics)
+
+
+@register("objective", "next_token")
+class NextTokenConfig(ObjectiveConfig):
+    """Next-token cross-entropy over the weighted positions, with optional z-loss and label smoothing."""
+
+    z_loss: NonNegativeFloat = Field(
+        0.0, description="Coefficient of the squared log-partition, which keeps logits from drifting; PaLM uses 1e-4."
+    )
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=1, description="Share of the target probability spread evenly over the vocabulary."
+    )
+    chunk_tokens: PositiveInt | None = Field(
+        None, description="Rows of logits held at a time; by default as many as fill some 64 MiB."
+    )
+
+    def build(self) -> NextToken:
+        return NextToken(self.z_loss, self.label_smoothing, self.chunk_tokens)

@@ -1,0 +1,43 @@
+"""A worker without a model, run by test_launch.py: ends in the way that its argument names."""
+
+import os
+import signal
+import sys
+import time
+
+from trainwright.core.errors import ConfigError, Interrupted, StoppedByMonitor
+from trainwright.parallel import launch
+
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+how = sys.argv[1]
+
+
+def leave(error):
+    sys.exit(launch.report_exit(error.exit_code, str(error)))
+
+
+launch.follow_launcher()
+print(f"rank {rank} of {world} threads {os.environ['OMP_NUM_THREADS']} pid {os.getpid()}", flush=True)
+if how == "wrong":
+    leave(ConfigError("is wrong", key="optimizer.lr", value=-1))
+elif how == "wrong-on-one":
+    if rank == 1:
+        leave(ConfigError("only here", key="data", value="x"))
+    time.sleep(60)
+elif how == "stop":
+    leave(StoppedByMonitor("stopped at step 3 by non_finite"))
+elif how == "crash" and rank == 1:
+    raise RuntimeError("a fault of ours")
+elif how == "kill" and rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+elif how == "interrupt":
+    stop = []
+    signal.signal(signal.SIGINT, lambda *a: stop.append(1))
+    signal.signal(signal.SIGTERM, lambda *a: stop.append(1))
+    print("ready", flush=True)
+    while not stop:
+        time.sleep(0.01)
+    if rank == 0:
+        time.sleep(1.0)  # the slow end of a save: nobody may kill it meanwhile
+        print("saved", flush=True)
+    leave(Interrupted("interrupted; saved step 9"))
