@@ -1,6 +1,6 @@
 import pytest
 
-from trainwright.cli.chat import ChatTokenizer, converse, encode, end_of_turn, render, special_tokens
+from trainwright.cli.chat import converse, encode, end_of_turn, render, special_tokens
 from trainwright.core.errors import ModelError
 from trainwright.data.tokenizers.bytes import ByteTokenizer
 
@@ -29,8 +29,6 @@ def test_template_tokens_become_ids_and_text_stays_text(tokenizer):
 def test_the_turn_ends_where_the_template_ends_it(tokenizer):
     assert end_of_turn(tokenizer) == 258
     assert end_of_turn(ByteTokenizer("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")) is None
-    chat = ChatTokenizer(tokenizer)
-    assert chat.eos_id == 258 and chat.bos_id is None and chat.encode("<eos>a") == [256, 97]
 
 
 def test_render_agrees_with_transformers(tokenizer, tmp_path):
@@ -59,10 +57,33 @@ def test_conversation_keeps_its_history(tokenizer):
     said = iter(["one", "two", " "])
     seen, written = [], []
 
-    def answer(rendered):
-        seen.append(rendered)
-        return f" answer {len(seen)}\n"
+    def answer(ids):
+        seen.append(tokenizer.decode(ids))
+        yield from (" ans", f"wer {len(seen)}\n")
 
     messages = converse(tokenizer, answer, lambda: next(said), written.append, system="sys")
     assert [m["content"] for m in messages] == ["sys", "one", "answer 1", "two", "answer 2"]
-    assert written == ["answer 1", "answer 2"] and "answer 1" in seen[1] and "sys" in seen[0]
+    assert written == [" ans", "wer 1\n", "\n", " ans", "wer 2\n", "\n"] and "answer 1" in seen[1] and "sys" in seen[0]
+
+
+def test_generate_chat_from_a_model_folder(tokenizer, tmp_path, capsys):
+    """A random model with a saved chat template, through the command: it answers and ends."""
+    import torch
+
+    from trainwright import cli
+    from trainwright.core.registry import build
+    from trainwright.models import save_pretrained
+
+    torch.manual_seed(0)
+    model = build(
+        "model", {"name": "decoder", "dim": 32, "n_layers": 1, "n_heads": 2, "ffn_dim": 64, "max_seq_len": 256}
+    )
+    save_pretrained(model.build(tokenizer.vocab_size, 128), tmp_path / "hf", tokenizer=tokenizer)
+    arguments = ["generate", str(tmp_path / "hf"), "--max-new-tokens", "5", "--seed", "1"]
+    assert cli.run([*arguments, "--chat", "--prompt", "hello"]) == 0
+    first = capsys.readouterr().out
+    assert first.endswith("\n") and len(first) > 1
+    assert cli.run([*arguments, "--chat", "--prompt", "hello"]) == 0
+    assert capsys.readouterr().out == first
+    assert cli.run([*arguments, "--prompt", "hello"]) == 0
+    assert capsys.readouterr().out.startswith("hello")

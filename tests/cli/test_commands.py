@@ -122,7 +122,7 @@ def trainer(monkeypatch):
             "stopped: stopped at step 7 by loss_spike: loss 9\n",
         ),
         (Interrupted("interrupted; saved step 7"), 130, "interrupted; saved step 7\n"),
-        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (KeyboardInterrupt(), 130, "interrupted; what came after the last checkpoint is not saved\n"),
     ],
 )
 def test_exit_codes(run, trainer, error, code, text):
@@ -237,15 +237,6 @@ def test_init_writes_a_recipe_that_checks_and_refuses_to_replace(run, tmp_path):
     code, out, err = run("init", path)
     assert code == 2 and "--force" in err
     assert run("init", path, "--force")[0] == 0
-    # The comments are true: each line that is commented out holds a default that loads.
-    text = path.read_text()
-    uncommented = "\n".join(
-        line.replace("# ", "", 1)
-        if line.startswith(("  # ", "# ")) and ": " in line.split("#")[1] and "`" not in line.split("#")[1]
-        else line
-        for line in text.splitlines()
-    )
-    assert uncommented != text
 
 
 def test_every_commented_default_is_one(run, tmp_path):

@@ -30,10 +30,8 @@ def run(arguments: list[str]) -> int:
         return app(args=arguments, prog_name="trainwright", standalone_mode=False) or 0
     except TrainwrightError as error:
         return _say(error.exit_code, str(error))
-    except KeyboardInterrupt:
-        return _say(130, "interrupted")
-    except typer.Abort:
-        return _say(130, "interrupted")
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
     except _usage_errors() as error:
         error.show()
         return error.exit_code

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from trainwright.core.errors import ModelError
 from trainwright.data.tokenizers.base import Tokenizer
@@ -82,45 +79,16 @@ def end_of_turn(tokenizer: Tokenizer) -> int | None:
     return None
 
 
-class ChatTokenizer(Tokenizer):
-    """``inner`` as generation needs it in a chat: prompts are rendered, an answer ends where the template ends it."""
-
-    def __init__(self, inner: Tokenizer):
-        self.inner = inner
-        self.vocab_size, self.pad_id, self.chat_template = inner.vocab_size, inner.pad_id, inner.chat_template
-        self.bos_id = None  # the template writes it
-        end = end_of_turn(inner)
-        self.eos_id = inner.eos_id if end is None else end
-
-    def encode(self, text: str) -> list[int]:
-        return encode(self.inner, text)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.array(self.encode(t), dtype=np.int32) for t in texts]
-
-    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        return self.inner.decode(ids, skip_special)
-
-    def token_byte_lengths(self) -> np.ndarray:
-        return self.inner.token_byte_lengths()
-
-    def fingerprint(self) -> str:
-        return self.inner.fingerprint()
-
-    def save(self, folder: Path) -> None:
-        self.inner.save(folder)
-
-
 def converse(
     tokenizer: Tokenizer,
-    answer: Callable[[str], str],
+    answer: Callable[[list[int]], Iterable[str]],
     read: Callable[[], str],
     write: Callable[[str], Any],
     system: str | None = None,
 ) -> list[Message]:
-    """Read, answer (a rendered chat -> a text), write, until an empty line or the end of the input.
+    """Read a message, write the pieces of the answer as they come, until an empty message or the end of the input.
 
-    Returns the whole conversation.
+    ``answer`` goes from the ids of the whole chat to pieces of text. Returns the conversation.
     """
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     while True:
@@ -131,6 +99,9 @@ def converse(
         if not said.strip():
             return messages
         messages.append({"role": "user", "content": said})
-        reply = answer(render(tokenizer, messages)).strip()
-        messages.append({"role": "assistant", "content": reply})
-        write(reply)
+        pieces = []
+        for piece in answer(encode(tokenizer, render(tokenizer, messages))):
+            write(piece)
+            pieces.append(piece)
+        write("\n")
+        messages.append({"role": "assistant", "content": "".join(pieces).strip()})

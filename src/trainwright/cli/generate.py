@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +29,22 @@ def run(
         if sys.stdin.isatty():
             raise InputError("nothing to continue; give a text by --prompt or through a pipe, or --chat")
         prompt = sys.stdin.read()
-    from trainwright.models.generate import generate
+    from trainwright.models.generate import stream
     from trainwright.train.runs import open_model
 
     model, tokenizer = open_model(path, checkpoint, device)
     if not chat:
-        (text,) = generate(model, tokenizer, [prompt], **settings)
-        print((prompt or "") + text)
+        write(prompt or "")
+        for piece in stream(model, tokenizer, prompt or "", **settings):
+            write(piece)
+        write("\n")
         return
-    from trainwright.cli.chat import ChatTokenizer, converse
+    from trainwright.cli.chat import converse, end_of_turn
 
-    chat_tokenizer = ChatTokenizer(tokenizer)
+    end = end_of_turn(tokenizer)
 
-    def answer(rendered: str) -> str:
-        return generate(model, chat_tokenizer, [rendered], **settings)[0]
+    def answer(ids: list[int]) -> Iterator[str]:
+        return stream(model, tokenizer, ids, eos_id=end, **settings)
 
     messages = iter([prompt]) if prompt is not None else None
 
@@ -50,4 +53,8 @@ def run(
             return next(messages, "")
         return input("> " if sys.stdin.isatty() else "")
 
-    converse(tokenizer, answer, read, print, system)
+    converse(tokenizer, answer, read, write, system)
+
+
+def write(piece: str) -> None:
+    print(piece, end="", flush=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.cli.output import complain, log_to_terminal
-from trainwright.core.errors import ConfigError
+from trainwright.core.errors import ConfigError, Interrupted
 from trainwright.parallel import launch
 
 
@@ -17,12 +17,14 @@ def run(recipe: Path | None, overrides: list[str], nproc: int, resume: Path | No
         launch.follow_launcher()
     elif nproc > 1:
         return _launch(recipe, overrides, nproc, resume)
+    config = load(recipe, overrides, resume)
     from trainwright.train import Trainer
 
-    config = load(recipe, overrides, resume)
     log_to_terminal()
     try:
         summary = Trainer(config, resume=resume is not None).fit()
+    except KeyboardInterrupt:  # during the set-up, or a second Ctrl-C, which does not wait for the step
+        raise Interrupted("interrupted; what came after the last checkpoint is not saved") from None
     finally:
         _leave_process_group()
     if os.environ.get("RANK", "0") == "0":

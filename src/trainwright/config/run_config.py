@@ -72,8 +72,10 @@ class RunConfig(BaseModel):
         for key, value in data.items():
             info = cls.model_fields.get(key)
             section = info.annotation if info else None
-            if not (isinstance(section, type) and issubclass(section, BaseModel)) or isinstance(value, section):
+            if not (isinstance(section, type) and issubclass(section, BaseModel)) or isinstance(value, BaseModel):
                 continue
+            if issubclass(section, MethodConfig):
+                continue  # a slot: it names its own key
             if not isinstance(value, dict):
                 raise ConfigError(
                     f"should be a mapping with keys like {', '.join(list(section.model_fields)[:4])}",

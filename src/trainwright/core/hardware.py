@@ -162,6 +162,7 @@ def matmul_peak(
     return rate
 
 
+@cache  # asked for at every logged step
 def _peak_key(device: torch.device, dtype: torch.dtype, threads: int) -> str:
     where = (
         torch.cuda.get_device_name(device)

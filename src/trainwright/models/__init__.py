@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainwright.models.generate import generate, generate_ids, stream
+    from trainwright.models.generate import generate_ids, stream
     from trainwright.models.hf_io import from_pretrained, save_pretrained
 
-__all__ = ["from_pretrained", "generate", "generate_ids", "save_pretrained", "stream"]
+__all__ = ["from_pretrained", "generate_ids", "save_pretrained", "stream"]
 
 
 def __getattr__(name: str) -> Any:

@@ -38,6 +38,7 @@ class Architecture:
     aux_loss_coefficient: float = 0.001
     bias_update_rate: float = 0.001
     dropout: float = 0.0
+    family: str = "llama"  # whose name an export takes where two families compute the same
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0

@@ -33,7 +33,9 @@ class AttentionPlan:
 
     kind: Kind
     window: int = 0  # tokens a query sees, itself included; 0: all
-    bounds: Tensor | None = None  # segments: int64 [documents + 1], CPU; starts in the rows laid end to end, then the end
+    bounds: Tensor | None = (
+        None  # segments: int64 [documents + 1], CPU; starts in the rows laid end to end, then the end
+    )
     mask: Tensor | None = None  # mask: bool [B or 1, 1, T, S], True where the query sees the key
     block_mask: Any = None  # flex: its BlockMask
 
@@ -211,7 +213,15 @@ def _segment_attention_backward(
         mask = p.mask(window, q.dtype)
         queries, keys, values = p.of_queries(q), p.of_keys(k), p.of_keys(v)
         gq, gk, gv = _backward(
-            p.of_queries(grad), queries, keys, values, p.of_queries(out), p.of_sums(lse), 0.0, mask is None, attn_mask=mask
+            p.of_queries(grad),
+            queries,
+            keys,
+            values,
+            p.of_queries(out),
+            p.of_sums(lse),
+            0.0,
+            mask is None,
+            attn_mask=mask,
         )
         p.of_queries(dq).copy_(gq)
         if window:

@@ -42,7 +42,9 @@ class DecoderModelConfig(ModelConfig):
     n_heads: PositiveInt | None = Field(None, description="Query heads.")
     n_kv_heads: PositiveInt | None = Field(None, description="Key-value heads; must divide n_heads.")
     head_dim: PositiveInt | None = Field(None, description="Width of a head, even; null: dim / n_heads.")
-    ffn_dim: PositiveInt | None = Field(None, description="Width of the feed-forward; null with a dim: 8/3 dim, up to a multiple of 64.")
+    ffn_dim: PositiveInt | None = Field(
+        None, description="Width of the feed-forward; null with a dim: 8/3 dim, up to a multiple of 64."
+    )
     max_seq_len: PositiveInt | None = Field(None, description="Longest sequence in tokens; null: the family's.")
     rope_theta: PositiveFloat | None = Field(None, description="Base of the rotary frequencies; null: the family's.")
     rope_scaling: RopeScaling | None = Field(None, description="Scaling of the rotary frequencies.")
@@ -63,12 +65,16 @@ class DecoderModelConfig(ModelConfig):
         description="How experts are kept evenly loaded: auxiliary loss, bias without a loss (arXiv:2408.15664; scores are "
         "then sigmoids, as in the paper), or not at all. Dense models do not read it.",
     )
-    aux_loss_coefficient: NonNegativeFloat = Field(0.001, description="Weight of the balancing loss (Mixtral, Qwen: 0.001).")
+    aux_loss_coefficient: NonNegativeFloat = Field(
+        0.001, description="Weight of the balancing loss (Mixtral, Qwen: 0.001)."
+    )
     bias_update_rate: PositiveFloat = Field(0.001, description="Change of an expert's bias per step (paper: 0.001).")
     router_score: Literal["softmax", "sigmoid"] | None = Field(
         None, description="Scores of the experts; null: sigmoid with bias balancing, else softmax."
     )
-    dropout: float = Field(0.0, ge=0.0, lt=1.0, description="Dropout on what attention and feed-forward add to the stream.")
+    dropout: float = Field(
+        0.0, ge=0.0, lt=1.0, description="Dropout on what attention and feed-forward add to the stream."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> DecoderModelConfig:
@@ -95,7 +101,9 @@ class DecoderModelConfig(ModelConfig):
         top_k = pick("n_experts_per_token", family.n_experts_per_token or 2) if n_experts else 0
         if n_experts and top_k > n_experts:
             raise ConfigError(
-                f"exceeds the {n_experts} experts; set n_experts_per_token <= n_experts", key="n_experts_per_token", value=top_k
+                f"exceeds the {n_experts} experts; set n_experts_per_token <= n_experts",
+                key="n_experts_per_token",
+                value=top_k,
             )
         if not n_experts and (self.n_experts_per_token or self.moe_ffn_dim):
             key = "n_experts_per_token" if self.n_experts_per_token else "moe_ffn_dim"
@@ -125,6 +133,7 @@ class DecoderModelConfig(ModelConfig):
             aux_loss_coefficient=self.aux_loss_coefficient,
             bias_update_rate=self.bias_update_rate,
             dropout=self.dropout,
+            family=self.family,
         )
 
     def _heads(self, dim: int) -> tuple[int, int, int]:
@@ -147,7 +156,9 @@ class DecoderModelConfig(ModelConfig):
         if head_dim is None:
             if dim % n_heads:
                 raise ConfigError(
-                    f"does not divide dim={dim}; choose a divisor of {dim}, or set head_dim as well", key="n_heads", value=n_heads
+                    f"does not divide dim={dim}; choose a divisor of {dim}, or set head_dim as well",
+                    key="n_heads",
+                    value=n_heads,
                 )
             head_dim = dim // n_heads
         if head_dim % 2:
@@ -156,7 +167,9 @@ class DecoderModelConfig(ModelConfig):
             n_kv_heads = self.n_kv_heads
             if n_heads % n_kv_heads:
                 raise ConfigError(
-                    f"does not divide n_heads={n_heads}; choose a divisor of {n_heads}", key="n_kv_heads", value=n_kv_heads
+                    f"does not divide n_heads={n_heads}; choose a divisor of {n_heads}",
+                    key="n_kv_heads",
+                    value=n_kv_heads,
                 )
         else:
             # The size's sharing of key-value heads where it fits the number of heads, else none.
@@ -167,7 +180,9 @@ class DecoderModelConfig(ModelConfig):
     def build(self, vocab_size: int, seq_len: int) -> Decoder:
         if self.vocab_size is not None and self.vocab_size < vocab_size:
             raise ConfigError(
-                f"is smaller than the tokenizer's {vocab_size} ids; set at least that, or leave it out", key="vocab_size", value=self.vocab_size
+                f"is smaller than the tokenizer's {vocab_size} ids; set at least that, or leave it out",
+                key="vocab_size",
+                value=self.vocab_size,
             )
         arch = self.architecture(self.vocab_size or vocab_size)
         if seq_len > arch.max_seq_len:

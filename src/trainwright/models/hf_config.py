@@ -46,7 +46,10 @@ def architecture_from_hf(config: dict[str, Any], where: str) -> Architecture:
             raise refuse(option)
     n_layers, n_heads, dim = need("num_hidden_layers"), need("num_attention_heads"), need("hidden_size")
     max_seq_len = need("max_position_embeddings")
-    rope = {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or config.get("rope_parameters") or {})}
+    rope = {
+        "rope_theta": config.get("rope_theta"),
+        **(config.get("rope_scaling") or config.get("rope_parameters") or {}),
+    }
     if config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0:
         config = {**config, "partial_rotary_factor": rope.get("partial_rotary_factor")}
         raise refuse("partial_rotary_factor")
@@ -88,11 +91,12 @@ def architecture_from_hf(config: dict[str, Any], where: str) -> Architecture:
         router_normalise=bool(config.get("norm_topk_prob", kind != "qwen3_moe")),
         balance={"glm4_moe": "bias"}.get(kind, "aux_loss") if moe else "none",  # type: ignore[arg-type]
         aux_loss_coefficient=config.get("router_aux_loss_coef", 0.001),
+        family=kind,
     )
 
 
 def _windows(config: dict[str, Any], kind: str, n_layers: int) -> tuple[int, ...]:
-    window = config.get("sliding_window") or 0
+    window = config.get("sliding_window", 4096 if kind == "mistral" else 0) or 0
     if not window or kind in ("llama", "glm4_moe"):
         return ()
     if kind in ("mistral", "mixtral"):
@@ -131,7 +135,9 @@ def hf_model_type(arch: Architecture) -> str:
     if arch.n_experts:
         if arch.router_score == "sigmoid":
             if windows or arch.out_bias or arch.dense_layers != tuple(range(len(arch.dense_layers))):
-                raise refuse("sigmoid-routed experts with a sliding window, an output bias, or dense layers that are not the first")
+                raise refuse(
+                    "sigmoid-routed experts with a sliding window, an output bias, or dense layers that are not the first"
+                )
             return "glm4_moe"
         if arch.balance == "bias":
             raise refuse("softmax-routed experts with a balancing bias (router_score: sigmoid can be exported)")
@@ -150,7 +156,7 @@ def hf_model_type(arch: Architecture) -> str:
         return "llama"
     if arch.qkv_bias or not uniform:
         return "qwen2"
-    return "mistral" if windows else "llama"
+    return "mistral" if windows or arch.family == "mistral" else "llama"
 
 
 def hf_config(arch: Architecture, dtype: str) -> dict[str, Any]:
@@ -205,7 +211,12 @@ def hf_config(arch: Architecture, dtype: str) -> dict[str, Any]:
     elif kind == "glm4_moe":
         out |= {"n_routed_experts": arch.n_experts, "moe_intermediate_size": arch.moe_ffn_dim, "n_shared_experts": 0}
         out |= {"first_k_dense_replace": len(arch.dense_layers), "norm_topk_prob": arch.router_normalise, "n_group": 1}
-        out |= {"topk_group": 1, "routed_scaling_factor": 1.0, "use_qk_norm": arch.qk_norm, "partial_rotary_factor": 1.0}
+        out |= {
+            "topk_group": 1,
+            "routed_scaling_factor": 1.0,
+            "use_qk_norm": arch.qk_norm,
+            "partial_rotary_factor": 1.0,
+        }
         out["rope_parameters"]["partial_rotary_factor"] = 1.0
         out["num_nextn_predict_layers"] = 0
     return out
@@ -213,7 +224,10 @@ def hf_config(arch: Architecture, dtype: str) -> dict[str, Any]:
 
 def hf_names(arch: Architecture, kind: str) -> dict[str, str | list[str]]:
     """Our name -> the Hugging Face name, or for stacked experts the names of the E matrices in order."""
-    names: dict[str, str | list[str]] = {"embed.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
+    names: dict[str, str | list[str]] = {
+        "embed.weight": "model.embed_tokens.weight",
+        "norm.weight": "model.norm.weight",
+    }
     if not arch.tie_embeddings:
         names["head.weight"] = "lm_head.weight"
     experts = {"gate": "w1", "up": "w3", "down": "w2"} if kind == "mixtral" else None
@@ -248,7 +262,7 @@ def hf_constants(arch: Architecture, kind: str) -> dict[str, tuple[int, ...]]:
     kv, q = arch.n_kv_heads * arch.head_dim, arch.n_heads * arch.head_dim
     for i in range(arch.n_layers):
         layer = f"model.layers.{i}"
-        if kind == "qwen2" and not arch.qkv_bias or (kind == "llama" and arch.out_bias and not arch.qkv_bias):
+        if (kind == "qwen2" and not arch.qkv_bias) or (kind == "llama" and arch.out_bias and not arch.qkv_bias):
             out |= {f"{layer}.self_attn.{p}_proj.bias": (q if p == "q" else kv,) for p in "qkv"}
         if kind in ("llama", "qwen3", "qwen3_moe") and arch.qkv_bias and not arch.out_bias:
             out[f"{layer}.self_attn.o_proj.bias"] = (arch.dim,)

@@ -63,7 +63,11 @@ class WeightFolder:
             weight_map, files = {}, [SINGLE] if (folder / SINGLE).is_file() else []
         if not files:
             found = [p.name for p in folder.glob("*.bin")] + [p.name for p in folder.glob("*.safetensors")]
-            hint = f" (it has {_some(found)}; save the model again with transformers in safetensors format)" if found else ""
+            hint = (
+                f" (it has {_some(found)}; save the model again with transformers in safetensors format)"
+                if found
+                else ""
+            )
             raise ModelError(f"{folder} has neither {SINGLE} nor {INDEX}{hint}")
         self.folder = folder
         self._files: dict[str, Any] = {}
@@ -96,7 +100,10 @@ def _some(names: list[str], limit: int = 6) -> str:
 
 
 def from_pretrained(
-    folder: str | Path, dtype: torch.dtype | str | None = None, *, architecture: Callable[[Architecture], Architecture] | None = None
+    folder: str | Path,
+    dtype: torch.dtype | str | None = None,
+    *,
+    architecture: Callable[[Architecture], Architecture] | None = None,
 ) -> Decoder:
     """The decoder in a Hugging Face folder (Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE), on the default device.
 
@@ -108,8 +115,7 @@ def from_pretrained(
     config = read_json(folder / "config.json")
     arch = architecture_from_hf(config, str(folder))
     kind = config["model_type"]
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype)
+    cast: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     device = torch.get_default_device()
     names = hf_names(arch, kind)
     model_arch = arch if architecture is None else architecture(arch)
@@ -118,14 +124,10 @@ def from_pretrained(
     state = model.state_dict()
     with ExitStack() as stack:
         weights = WeightFolder(folder, stack)
-        names = _resolve(names, weights)
-        # A balancing bias that the recipe adds to a folder without one starts at zero.
-        fresh = {n for n in state if n.endswith(".expert_bias") and n not in names}
-        names = {ours: theirs for ours, theirs in names.items() if ours in state}
-        _check(names, {n: s for n, s in state.items() if n not in fresh}, weights, set(hf_constants(arch, kind)))
-        loaded: dict[str, Tensor] = {n: torch.zeros(state[n].shape, device=device) for n in fresh}
+        _check(names, state, weights, set(hf_constants(arch, kind)))
+        loaded: dict[str, Tensor] = {}
         for ours, theirs in names.items():
-            target = torch.float32 if ours.endswith(".expert_bias") else dtype
+            target = torch.float32 if ours.endswith(".expert_bias") else cast
             if isinstance(theirs, list):
                 first = weights.tensor(theirs[0])
                 value = torch.empty(state[ours].shape, dtype=target or first.dtype, device=device)
@@ -138,12 +140,6 @@ def from_pretrained(
     model.requires_grad_(True)
     model.hf_files = _kept_files(folder)
     return model
-
-
-def _resolve(names: dict[str, str | list[str]], weights: WeightFolder) -> dict[str, str | list[str]]:
-    """Some folders hold experts stacked already, gate over up: read those through views of the same names."""
-    del weights
-    return names
 
 
 def _check(
@@ -160,10 +156,14 @@ def _check(
     extra = sorted(n for n in weights.names() - set(wanted) - constants if not n.endswith("rotary_emb.inv_freq"))
     extra = [n for n in extra if not (n == "lm_head.weight" and "head.weight" not in names)]
     if extra:
-        raise ModelError(f"{weights.folder} has {len(extra)} weights that its config.json does not account for: {_some(extra)}")
+        raise ModelError(
+            f"{weights.folder} has {len(extra)} weights that its config.json does not account for: {_some(extra)}"
+        )
     for name, shape in wanted.items():
         if weights.shape(name) != shape:
-            raise ModelError(f"{weights.folder}: {name} has shape {list(weights.shape(name))}, config.json says {list(shape)}")
+            raise ModelError(
+                f"{weights.folder}: {name} has shape {list(weights.shape(name))}, config.json says {list(shape)}"
+            )
 
 
 def _kept_files(folder: Path) -> dict[str, str]:
@@ -303,7 +303,9 @@ def _save_extras(
         (part / "config.json").write_text(json.dumps({**config, **ids}, indent=2) + "\n")
         template = kept.get("chat_template.jinja")
         settings = part / "tokenizer_config.json"
-        has_own = (part / "chat_template.jinja").exists() or (settings.exists() and "chat_template" in read_json(settings))
+        has_own = (part / "chat_template.jinja").exists() or (
+            settings.exists() and "chat_template" in read_json(settings)
+        )
         if template and not has_own:
             (part / "chat_template.jinja").write_text(template, encoding="utf-8")
     elif "chat_template.jinja" in kept:

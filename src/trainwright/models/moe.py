@@ -73,7 +73,9 @@ class MoE(nn.Module):
         return y.view(shape), balance, counts.detach()
 
     def _experts(self, rows: Tensor, counts: Tensor) -> Tensor:
-        gate, up, down = self.gate, self.up, self.down
+        gate: Tensor = self.gate
+        up: Tensor = self.up
+        down: Tensor = self.down
         device = rows.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)

@@ -25,11 +25,19 @@ class RopeScaling(BaseModel):
     original_max_seq_len: PositiveInt | None = Field(
         None, description="Context length in tokens before scaling; null: the model's max_seq_len."
     )
-    low_freq_factor: PositiveFloat = Field(1.0, description="llama3: waves longer than original/low are divided by factor.")
-    high_freq_factor: PositiveFloat = Field(4.0, description="llama3: waves shorter than original/high stay as they are.")
-    beta_fast: PositiveFloat = Field(32.0, description="yarn: turns within the original context above which waves stay.")
+    low_freq_factor: PositiveFloat = Field(
+        1.0, description="llama3: waves longer than original/low are divided by factor."
+    )
+    high_freq_factor: PositiveFloat = Field(
+        4.0, description="llama3: waves shorter than original/high stay as they are."
+    )
+    beta_fast: PositiveFloat = Field(
+        32.0, description="yarn: turns within the original context above which waves stay."
+    )
     beta_slow: PositiveFloat = Field(1.0, description="yarn: turns below which waves are divided by factor.")
-    attention_factor: PositiveFloat | None = Field(None, description="yarn: factor on cos and sin; null: from the factor.")
+    attention_factor: PositiveFloat | None = Field(
+        None, description="yarn: factor on cos and sin; null: from the factor."
+    )
     mscale: float | None = Field(None, description="yarn: numerator of the attention factor (DeepSeek).")
     mscale_all_dim: float | None = Field(None, description="yarn: denominator of the attention factor (DeepSeek).")
     truncate: bool = Field(True, description="yarn: round the ramp's ends to whole dimensions.")

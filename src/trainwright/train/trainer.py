@@ -22,7 +22,7 @@ from trainwright.core.errors import ConfigError, Interrupted, StoppedByMonitor
 from trainwright.core.params import named_params
 from trainwright.core.registry import build as build_method
 from trainwright.core.seeds import derive, rng_state, seed_everything, set_rng_state
-from trainwright.optim.state import empty_named_state, load_named_state, named_state, optimizer_state_bytes
+from trainwright.optim.state import allocate_named_state, load_named_state, named_state, optimizer_state_bytes
 from trainwright.resilience.base import StepInfo
 from trainwright.resilience.policy import Decision, Policy
 from trainwright.train import run_dir as run_folder
@@ -224,11 +224,12 @@ class Trainer:
 
     def _restore(self, path: Path, *, loader: bool) -> None:
         """Load everything of ``path``; ``loader=False`` leaves the data position where it is (after a rollback)."""
-        state = empty_named_state(self.optimizer, self.params)
-        weights = self.parallel.state()
-        tree = self._tensors_tree(state["tensors"])
-        meta = self.checkpointer.load(path, tensors=tree, weights=weights)
-        load_named_state(self.optimizer, self.params, {"tensors": tree["optimizer"], "scalars": meta["optimizer"]})
+        from trainwright.train.checkpoint import inspect
+
+        scalars = inspect(path).meta["optimizer"]
+        tree = self._tensors_tree(allocate_named_state(self.params, scalars))
+        meta = self.checkpointer.load(path, tensors=tree, weights=self.parallel.state())
+        load_named_state(self.optimizer, self.params, {"tensors": tree["optimizer"], "scalars": scalars})
         if self.average is not None:
             self.average.load_state_dict({"tensors": tree["average"], "scalars": meta["average"]})
         self.clip.load_state_dict(meta["clip"])
@@ -411,6 +412,7 @@ class Trainer:
         self._restore(path, loader=False)
         for _ in range(verdict.skip_steps):
             self.loader.next_batch()
+        self.save()  # a crash from here on must not resume behind the rollback
         self._event(
             {
                 "event": "rollback",

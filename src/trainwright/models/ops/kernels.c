@@ -128,3 +128,79 @@ void rope(const float *x, const float *cos, const float *sin, float *y, i64 b, i
         }
     }
 }
+
+/* The visible part [begin, end) of a row of c scores, and [from, to) around it in whole vectors, so that no loop ends
+ * in scalar steps. What lies between is in nobody's sight: it is filled before the loops and cleared after them. */
+typedef struct {
+    i64 begin, end, from, to;
+} span;
+
+static inline span visible(const int32_t *first, i64 row, i64 slot, i64 t, i64 lo, i64 c) {
+    span s = {(first ? first[row * t + slot] : 0) - lo, slot + 1 - lo, 0, 0};
+    s.begin = s.begin < 0 ? 0 : s.begin;
+    s.from = s.begin & ~(i64)15;
+    s.to = (s.end + 15) & ~(i64)15;
+    s.to = s.to > c ? c : s.to;
+    return s;
+}
+
+static inline void fill_around(float *x, span s, float value) {
+    for (i64 j = s.from; j < s.begin; j++) x[j] = value;
+    for (i64 j = s.end; j < s.to; j++) x[j] = value;
+}
+
+static inline void clear_around(float *x, span s, i64 c) {
+    memset(x, 0, sizeof(float) * (size_t)s.begin);
+    memset(x + s.end, 0, sizeof(float) * (size_t)(c - s.end));
+}
+
+/* Attention weights of a block of queries, in place. scores [b, h, r, c]: queries at slots i.., keys at slots lo..; a
+ * query at slot s sees the keys first[row, s] .. s (first NULL: from slot 0). Entries out of sight become 0.
+ * lse [b, h, t] takes the log-sum-exp of the scaled scores. */
+void attention_weights(float *scores, float *lse, const int32_t *first, i64 b, i64 h, i64 r, i64 c, i64 i, i64 lo, i64 t,
+                       float scale, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (i64 row = 0; row < b * h * r; row++) {
+        i64 bh = row / r, slot = i + row % r;
+        span v = visible(first, bh / h, slot, t, lo, c);
+        float *s = scores + row * c, top = s[v.begin], sum = 0;
+        fill_around(s, v, -INFINITY);
+#pragma omp simd reduction(max : top)
+        for (i64 j = v.from; j < v.to; j++) top = s[j] > top ? s[j] : top;
+#pragma omp simd reduction(+ : sum)
+        for (i64 j = v.from; j < v.to; j++) {
+            float e = exp_fast((s[j] - top) * scale);
+            s[j] = e;
+            sum += e;
+        }
+        float inverse = 1.0f / sum;
+#pragma omp simd
+        for (i64 j = v.from; j < v.to; j++) s[j] *= inverse;
+        clear_around(s, v, c);
+        lse[bh * t + slot] = top * scale + logf(sum);
+    }
+}
+
+/* scores become the weights p = exp(scale s - lse), grad (of the weights) becomes that of the unscaled scores:
+ * scale p (grad - sum_j p_j grad_j). Same layout as above. */
+void attention_weights_backward(float *scores, float *grad, const float *lse, const int32_t *first, i64 b, i64 h, i64 r,
+                                i64 c, i64 i, i64 lo, i64 t, float scale, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (i64 row = 0; row < b * h * r; row++) {
+        i64 bh = row / r, slot = i + row % r;
+        span v = visible(first, bh / h, slot, t, lo, c);
+        float *p = scores + row * c, *g = grad + row * c, l = lse[bh * t + slot], sum = 0;
+        fill_around(p, v, -INFINITY);
+        fill_around(g, v, 0);
+#pragma omp simd reduction(+ : sum)
+        for (i64 j = v.from; j < v.to; j++) {
+            float e = exp_fast(p[j] * scale - l);
+            p[j] = e;
+            sum += e * g[j];
+        }
+#pragma omp simd
+        for (i64 j = v.from; j < v.to; j++) g[j] = scale * p[j] * (g[j] - sum);
+        clear_around(p, v, c);
+        clear_around(g, v, c);
+    }
+}

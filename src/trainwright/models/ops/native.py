@@ -29,6 +29,8 @@ SIGNATURES = {
     "rms_norm_backward": [P, P, P, P, P, P, I64, I64, INT],
     "swiglu_forward": [P, P, P, I64, I64, I64, I64, INT],
     "swiglu_backward": [P, P, P, P, P, I64, I64, I64, I64, I64, INT],
+    "attention_weights": [P, P, P, *[I64] * 7, F32, INT],
+    "attention_weights_backward": [P, P, P, P, *[I64] * 7, F32, INT],
     "rope": [P, P, P, P, I64, I64, I64, I64, P, P, I64, INT, INT],
 }
 
@@ -103,8 +105,8 @@ def usable(*tensors: Tensor) -> bool:
     return library() is not None
 
 
-def call(name: str, *arguments: Tensor | int | float | ctypes.Array[ctypes.c_int64]) -> None:
-    """Run kernel ``name`` on all of torch's threads; tensors pass as pointers."""
+def call(name: str, *arguments: Tensor | int | float | ctypes.Array[ctypes.c_int64] | None) -> None:
+    """Run kernel ``name`` on all of torch's threads; tensors pass as pointers, None as NULL."""
     loaded = library()
     if loaded is None:
         raise RuntimeError("the CPU kernels are not loaded; ask usable() first")

@@ -1,0 +1,86 @@
+"""Several optimizers as one: a matrix method for the hidden matrices and an inner one for everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _RoutedState(MutableMapping[Tensor, Any]):
+    """The parts' states as one mapping; a parameter's entry lives in the part that owns it."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]):
+        self._parts = parts
+        self._owner = {id(p): part for part in parts for group in part.param_groups for p in group["params"]}
+
+    def _state(self, param: Tensor) -> Any:
+        try:
+            return self._owner[id(param)].state
+        except KeyError:
+            raise KeyError("the parameter belongs to no part of this optimizer") from None
+
+    def __getitem__(self, param: Tensor) -> Any:
+        return self._state(param)[param]
+
+    def __setitem__(self, param: Tensor, value: Any) -> None:
+        self._state(param)[param] = value
+
+    def __delitem__(self, param: Tensor) -> None:
+        del self._state(param)[param]
+
+    def __contains__(self, param: object) -> bool:
+        owner = self._owner.get(id(param))
+        return owner is not None and param in owner.state
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for part in self._parts:
+            yield from part.state
+
+    def __len__(self) -> int:
+        return sum(len(part.state) for part in self._parts)
+
+
+class CompositeOptimizer(torch.optim.Optimizer):
+    """Steps its parts in order. ``param_groups`` are the parts' own, so a schedule reaches all of them."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]):
+        self.parts = [part for part in parts if any(group["params"] for group in part.param_groups)]
+        if not self.parts:
+            raise ValueError("optimizer got no parameters")
+        self._hook_for_profile: Any = None
+        self.defaults: dict[str, Any] = {}
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+        self.state = _RoutedState(self.parts)  # type: ignore[assignment]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    @property
+    def group_state(self) -> tuple[str, ...]:
+        return tuple({key for part in self.parts for key in getattr(part, "group_state", ())})
+
+    def extra_state(self) -> dict[str, Any]:
+        return {str(i): part.extra_state() for i, part in enumerate(self.parts) if hasattr(part, "extra_state")}
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        for i, part in enumerate(self.parts):
+            if hasattr(part, "load_extra_state"):
+                part.load_extra_state(state[str(i)])

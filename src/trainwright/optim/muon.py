@@ -1,0 +1,179 @@
+"""Muon: momentum, orthogonalised by a Newton-Schulz iteration, for hidden matrices.
+
+m = mu m + g;  u = g + mu m (Nesterov) or m;  o = NS5(u) ~ U V^T of u = U S V^T;  w = w (1 - lr wd) - lr s o
+with s = 0.2 sqrt(max(out, in)) ("match_rms_adamw": the update's RMS is that of AdamW, so its rates and decay carry over)
+or s = sqrt(max(1, out / in)) ("original").
+Keller Jordan, https://kellerjordan.github.io/posts/muon, 2024; Muon is Scalable for LLM Training, arXiv:2502.16982.
+
+The iteration runs on whole matrices: a sharded one is gathered first, since orthogonalising a shard gives another update.
+Matrices of one shape, and the experts of a layer, go through it as one batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, cast
+
+import torch
+from pydantic import Field, PositiveInt
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from trainwright.core.hardware import fast_dtypes
+from trainwright.core.params import NamedParam
+from trainwright.core.registry import Slot, register
+from trainwright.optim.base import OptimizerConfig
+from trainwright.optim.composite import CompositeOptimizer
+
+NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic; steep at 0, within [0.7, 1.2] at the end
+
+
+def newton_schulz(
+    g: Tensor, steps: int = 5, eps: float = 1e-7, dtype: torch.dtype | None = None, coefficients: Sequence[float] = NS_COEFFICIENTS
+) -> Tensor:
+    """About ``U V^T`` of ``g [..., m, n]``: singular values pushed towards 1 by ``steps`` rounds of a quintic.
+
+    Computed in ``dtype`` (None: that of ``g``); returned in it. Zero stays zero.
+    """
+    a, b, c = coefficients
+    x = g.to(dtype) if dtype is not None else g
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
+    flat = x.reshape(-1, *x.shape[-2:])
+    for _ in range(steps):
+        gram = flat @ flat.mT  # [n, m, m], m the shorter side
+        poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        flat = torch.baddbmm(flat, poly, flat, beta=a)
+    x = flat.reshape(x.shape)
+    return x.mT if tall else x
+
+
+def update_scale(shape: Sequence[int], adjust: str) -> float:
+    """Factor on the orthogonalised update of a matrix ``[..., out, in]``."""
+    rows, columns = shape[-2], shape[-1]
+    return 0.2 * math.sqrt(max(rows, columns)) if adjust == "match_rms_adamw" else math.sqrt(max(1.0, rows / columns))
+
+
+@functools.cache
+def iteration_dtype(device_type: str) -> torch.dtype:
+    """bfloat16 where its products are the faster ones, else float32."""
+    rates = fast_dtypes(torch.device(device_type))
+    return torch.bfloat16 if rates["bf16"] > 1.2 * rates["fp32"] else torch.float32
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for parameters with two or more dimensions; the last two are the matrix, those before it a batch.
+
+    params           matrices ``[out, in]`` or stacks ``[E, out, in]``, plain or DTensor
+    lr               step size, times the scale above
+    adjust           "match_rms_adamw" or "original"
+    dtype            of the iteration; None: bfloat16 where its matrix products are faster, else float32
+    Raises ValueError for parameters with fewer than two dimensions.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 2e-2,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        adjust: Literal["match_rms_adamw", "original"] = "match_rms_adamw",
+        eps: float = 1e-7,
+        dtype: torch.dtype | None = None,
+    ):
+        defaults = {
+            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps,
+            "adjust": adjust, "eps": eps,
+        }  # fmt: skip
+        self.dtype = dtype
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.ndim < 2:
+                    raise ValueError(f"Muon takes matrices, got a parameter of shape {tuple(p.shape)}")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                self._step_group(params, group)
+        return loss
+
+    def _step_group(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        mu = group["momentum"]
+        grads = [cast(Tensor, p.grad) for p in params]
+        momenta = []
+        for p in params:
+            if "momentum" not in self.state[p]:
+                self.state[p]["momentum"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            momenta.append(self.state[p]["momentum"])
+        torch._foreach_lerp_(momenta, grads, 1 - mu)
+        directions = torch._foreach_lerp(grads, momenta, mu) if group["nesterov"] else momenta
+        if group["weight_decay"]:
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+        batches: dict[tuple[torch.Size, torch.device], list[int]] = {}
+        for i, p in enumerate(params):
+            batches.setdefault((p.shape, p.device), []).append(i)
+        for (shape, device), members in batches.items():
+            if shape.numel() == 0:
+                continue
+            whole = torch.stack([_gather(directions[i]) for i in members])
+            dtype = self.dtype or (whole.dtype if whole.dtype == torch.float64 else iteration_dtype(device.type))
+            updates = newton_schulz(whole, group["ns_steps"], group["eps"], dtype)
+            scale = -group["lr"] * update_scale(shape, group["adjust"])
+            targets = [params[i] for i in members]
+            shards = [_like(u.to(t.dtype), t) for u, t in zip(updates.unbind(0), targets, strict=True)]
+            torch._foreach_add_(targets, shards, alpha=scale)
+
+
+def _gather(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def _like(full: Tensor, target: Tensor) -> Tensor:
+    """``full`` laid out as ``target`` is; every rank holds the same ``full``, so nothing is sent."""
+    if not isinstance(target, DTensor):
+        return full
+    return distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+
+
+@register("optimizer", "muon", paper="arXiv:2502.16982", seed_id="B033")
+class MuonConfig(OptimizerConfig):
+    """Orthogonalised momentum for hidden matrices, another optimizer for the rest (Moonlight's scaling)."""
+
+    lr: float = Field(2e-2, gt=0, description="Peak learning rate of the matrices; the schedule multiplies it.")
+    momentum: float = Field(0.95, ge=0, lt=1, description="Decay of the momentum.")
+    nesterov: bool = Field(True, description="Nesterov's look-ahead.")
+    ns_steps: PositiveInt = Field(5, le=20, description="Rounds of the Newton-Schulz iteration.")
+    adjust: Literal["match_rms_adamw", "original"] = Field(
+        "match_rms_adamw", description="Scale of the update: 0.2 sqrt(max side), as Moonlight, or sqrt(max(1, out/in))."
+    )
+    inner: Annotated[OptimizerConfig, Slot("optimizer", default="adamw")] = Field(
+        cast(OptimizerConfig, {"name": "adamw"}), description="Optimizer of embeddings, head, norms and biases."
+    )
+
+    def build(self, params: Sequence[NamedParam]) -> torch.optim.Optimizer:
+        matrices = [n for n in params if n.role in ("matrix", "expert")]
+        if not matrices:
+            raise ValueError("muon got no hidden matrices; use adamw")
+        rest = [n for n in params if n.role not in ("matrix", "expert")]
+        muon = Muon(
+            [n.param for n in matrices],
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            ns_steps=self.ns_steps,
+            adjust=self.adjust,
+        )
+        return CompositeOptimizer([muon, self.inner.build(rest)]) if rest else muon
