@@ -294,7 +294,7 @@ def recipe(case: Case, folder: str) -> dict[str, Any]:
             "validation_fraction": 0.1,
         },
         "optimizer": {"name": "adamw", "lr": case.lr, "weight_decay": 0.1},
-        "schedule": {"name": "constant"},
+        "schedule": {"name": "constant", "warmup": 0},
         "clip": {"name": "global_norm"},
         "precision": {"name": "fp32"},
         "evaluate": {"tokens": SEQ_LEN},
@@ -460,6 +460,9 @@ def measure(case: Case, names: list[str], threads: int, steps: int, turns: int, 
             f"the models differ: {ends['trainwright']['params']} parameters and {flops:.4g} FLOPs a token, "
             f"expected {case.params} and {case.flops_per_token:.4g}"
         )
+    learnt = {name: end["losses"][-1] for name, end in ends.items() if end["losses"]}
+    if max(learnt.values()) - min(learnt.values()) > 0.5:  # nats, after equally many steps at one learning rate
+        raise SystemExit(f"the contestants do not learn alike, so their speeds do not compare: {learnt}")
     return {
         one.name: {
             "tokens_per_s": case.tokens / statistics.median(seconds[one.name]),

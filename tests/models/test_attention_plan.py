@@ -114,4 +114,6 @@ def test_the_operator_is_sound_for_the_compiler():
 
     q, k, v = inputs(2, 6, 2, 1, 8, torch.float32)
     args = (q, k, v, torch.tensor([0, 2, 6, 12]), 0)
-    torch.library.opcheck(segment_attention, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+    torch.library.opcheck(
+        segment_attention, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
+    )

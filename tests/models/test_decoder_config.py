@@ -75,7 +75,7 @@ def test_bad_dimensions_are_named():
     refused("no experts", "moe_ffn_dim", moe_ffn_dim=64)
     refused("seq_len=16 is beyond", "max_seq_len", max_seq_len=8)
     refused("less than 1", "dropout", dropout=1.5)
-    refused("unknown key.*n_layers", "n_layer", n_layer=3)
+    refused(r"unknown key.*n_layers", "n_layer", n_layer=3)
     with pytest.raises(ConfigError, match="smaller than the tokenizer's 100 ids"):
         build("model", {"name": "decoder", "vocab_size": 90}).build(100, 16)
     assert build("model", {"name": "decoder", "size": "1m", "vocab_size": 128}).build(100, 16).vocab_size == 128
@@ -83,7 +83,7 @@ def test_bad_dimensions_are_named():
 
 def test_too_long_a_sequence_is_refused():
     model = build("model", {"name": "decoder", "size": "1m", "max_seq_len": 16}).build(100, 16)
-    with pytest.raises(ModelError, match="17 tokens exceed.*16"):
+    with pytest.raises(ModelError, match=r"17 tokens exceed.*16"):
         model(torch.zeros(1, 17, dtype=torch.int64))
 
 
@@ -157,8 +157,6 @@ def test_bfloat16_autocast_stays_close():
         assert all(p.grad.dtype == torch.float32 for p in model.parameters() if p.grad is not None)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_compiled_blocks_equal_eager_on_packed_rows():
     torch.manual_seed(0)
     model = build("model", {"name": "decoder", "size": "1m", "n_layers": 1, "family": "qwen3"}).build(100, 32)
@@ -173,7 +171,7 @@ def test_compiled_blocks_equal_eager_on_packed_rows():
 
     want = [run(None), run(doc_ids)]
     for block in model.blocks:
-        block.compile(fullgraph=True)
+        block.compile(fullgraph=True, backend="aot_eager")
     for expected, ids in zip(want, (None, doc_ids), strict=True):
         for a, b in zip(run(ids), expected, strict=True):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)

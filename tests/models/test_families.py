@@ -18,18 +18,18 @@ from trainwright.models import from_pretrained, save_pretrained
 transformers = pytest.importorskip("transformers")
 torch.set_num_threads(1)
 
-DIMS = dict(
-    vocab_size=97,
-    hidden_size=32,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=48,
-    max_position_embeddings=64,
-    pad_token_id=None,
-    bos_token_id=None,
-    eos_token_id=None,
-)
+DIMS = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 SLIDING = {"sliding_window": 7, "use_sliding_window": True}
@@ -52,7 +52,10 @@ CASES = {
     "qwen3-bias-window": ("Qwen3", {"head_dim": 8, "attention_bias": True, **SLIDING, "max_window_layers": 0}),
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
     "mixtral-window": ("Mixtral", {"num_local_experts": 4, "sliding_window": 7, "tie_word_embeddings": True}),
-    "qwen3_moe": ("Qwen3Moe", {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 16}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 16},
+    ),
     "qwen3_moe-norm-dense": (
         "Qwen3Moe",
         {
@@ -140,7 +143,9 @@ def test_fresh_models_export(spec, tmp_path, tokens):
 
 
 def test_what_transformers_cannot_express_is_refused(tmp_path):
-    config = build("model", {"name": "decoder", "family": "mixtral", "size": "1m", "balance": "bias", "router_score": "softmax"})
+    config = build(
+        "model", {"name": "decoder", "family": "mixtral", "size": "1m", "balance": "bias", "router_score": "softmax"}
+    )
     with pytest.raises(ModelError, match="sigmoid"):
         save_pretrained(config.build(97, 8), tmp_path / "out")
     assert not list(tmp_path.iterdir())
@@ -245,3 +250,21 @@ def test_vocabulary_and_length_must_fit(folder):
     with pytest.raises(ConfigError, match="seq_len=65"):
         config.build(97, 65)
     assert config.build(90, 64).vocab_size == 97
+
+
+def test_balancing_of_a_folder_cannot_change_its_routing(tmp_path):
+    hf_model("mixtral").save_pretrained(tmp_path / "hf")
+    with pytest.raises(ConfigError, match="balanced by aux_loss"):
+        build("model", {"name": "pretrained", "path": str(tmp_path / "hf"), "balance": "bias"}).build(97, 8)
+    spec = {"name": "pretrained", "path": str(tmp_path / "hf"), "aux_loss_coefficient": 0.5, "dropout": 0.1}
+    model = build("model", spec).build(97, 8)
+    assert (model.arch.aux_loss_coefficient, model.arch.dropout) == (0.5, 0.1)
+
+
+def test_weights_are_trained_in_float32_unless_told_otherwise(tmp_path):
+    theirs = hf_model("qwen3").to(torch.bfloat16)
+    theirs.save_pretrained(tmp_path / "hf")
+    assert next(from_pretrained(tmp_path / "hf").parameters()).dtype == torch.bfloat16
+    model = build("model", {"name": "pretrained", "path": str(tmp_path / "hf")}).build(97, 8)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert all(p.requires_grad for p in model.parameters())

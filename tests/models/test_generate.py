@@ -25,7 +25,15 @@ FAMILIES = {
 
 
 def make(vocab=50, **over):
-    spec = {"name": "decoder", "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 64, "max_seq_len": 64}
+    spec = {
+        "name": "decoder",
+        "dim": 32,
+        "n_layers": 2,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "ffn_dim": 64,
+        "max_seq_len": 64,
+    }
     torch.manual_seed(0)
     model = build("model", {**spec, **over}).build(vocab, 16).eval()
     with torch.no_grad():
@@ -75,12 +83,17 @@ def test_ragged_prefill_logits_equal_the_uncached_ones():
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_hf_models_generate_as_transformers_does(kind, tmp_path):
     transformers = pytest.importorskip("transformers")
-    common = dict(vocab_size=50, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    common = {"vocab_size": 50, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     if kind == "gpt2":
         config = transformers.GPT2Config(**common, n_embd=32, n_layer=2, n_head=4, n_positions=64)
     else:
         config = transformers.LlamaConfig(
-            **common, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, max_position_embeddings=64
+            **common,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=64,
+            max_position_embeddings=64,
         )
     torch.manual_seed(0)
     theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -123,7 +136,7 @@ def test_top_p_keeps_the_smallest_sufficient_set(values, p):
     finite = keep_top_p(logits, p)[0].isfinite()
     probs = logits[0].softmax(0)
     kept = probs[finite]
-    assert finite.any() and finite[logits[0].argmax()] or kept.max() == probs.max()
+    assert (finite.any() and finite[logits[0].argmax()]) or kept.max() == probs.max()
     assert kept.sum() >= p - 1e-9 or finite.all()
     assert kept.sum() - kept.min() < p + 1e-9 or finite.sum() == 1  # without its least likely member it would not do
     assert not (~finite).any() or probs[~finite].max() <= kept.min() + 1e-12
@@ -142,7 +155,10 @@ def test_sampling_follows_the_distribution():
 
 def test_seeds_make_draws_repeatable():
     model = make()
-    draw = lambda seed: generate_ids(model, PROMPTS, max_new_tokens=15, temperature=1.0, top_p=0.9, seed=seed)  # noqa: E731
+
+    def draw(seed):
+        return generate_ids(model, PROMPTS, max_new_tokens=15, temperature=1.0, top_p=0.9, seed=seed)
+
     assert draw(1) == draw(1) != draw(2)
     state = torch.get_rng_state()
     draw(3)
@@ -181,7 +197,9 @@ def test_text_stop_strings_and_streaming():
     text = ascii_rows[0]
     at = next(i for i, c in enumerate(text[3:], 3) if c.isascii())
     stop = text[at]
-    cut = generate(model, tokenizer, prompts, max_new_tokens=40, temperature=0.8, seed=3, stop=[stop, "not there at all"])
+    cut = generate(
+        model, tokenizer, prompts, max_new_tokens=40, temperature=0.8, seed=3, stop=[stop, "not there at all"]
+    )
     row = free.index(text)
     assert cut[row] == text[: text.index(stop)]
     assert all(stop not in t for t in cut)

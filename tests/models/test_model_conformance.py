@@ -46,16 +46,16 @@ def specs():
 def folders(tmp_path_factory):
     transformers = pytest.importorskip("transformers")
     root = tmp_path_factory.mktemp("hf")
-    common = dict(vocab_size=VOCAB, bos_token_id=None, eos_token_id=None, pad_token_id=None)
-    dims = dict(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=64,
-        head_dim=8,
-    )
+    common = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    dims = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+        "max_position_embeddings": 64,
+        "head_dim": 8,
+    }
     configs = {
         "llama": transformers.LlamaConfig(**common, **dims),
         "gpt2": transformers.GPT2Config(**common, n_embd=32, n_layer=2, n_head=4, n_positions=64),
@@ -104,9 +104,7 @@ def tokens():
 def packed():
     """Two rows: documents of 6, 8 and 10 tokens; one document."""
     doc_ids = torch.tensor([[0] * 6 + [1] * 8 + [2] * 10, [0] * LENGTH], dtype=torch.int32)
-    positions = torch.stack(
-        (torch.cat((torch.arange(6), torch.arange(8), torch.arange(10))), torch.arange(LENGTH))
-    )
+    positions = torch.stack((torch.cat((torch.arange(6), torch.arange(8), torch.arange(10))), torch.arange(LENGTH)))
     return positions, doc_ids
 
 

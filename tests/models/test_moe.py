@@ -87,7 +87,16 @@ def test_balancing_loss_equals_transformers():
 
 
 def spec(**over):
-    return {"name": "decoder", "family": "mixtral", "dim": 32, "n_layers": 2, "n_heads": 2, "ffn_dim": 32, "n_experts": 4, **over}
+    return {
+        "name": "decoder",
+        "family": "mixtral",
+        "dim": 32,
+        "n_layers": 2,
+        "n_heads": 2,
+        "ffn_dim": 32,
+        "n_experts": 4,
+        **over,
+    }
 
 
 def test_aux_loss_and_metrics_reach_the_head():

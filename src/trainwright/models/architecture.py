@@ -1,4 +1,4 @@
-"""What a decoder is made of, apart from its weights: dimensions, the families' habits, the named sizes, exact counts."""
+"""What a decoder is made of, apart from its weights: dimensions, families, named sizes, exact counts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Architecture:
         return (w * (w + 1) / 2 + (seq_len - w) * w) / seq_len
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Forward and backward: 3 x 2 FLOPs per weight, scores and weighted sum over the keys that are seen, the head once."""
+        """Forward and backward: 3 x 2 FLOPs per weight and per pair that is attended, the head counted once."""
         per_key = 2 * self.n_heads * self.head_dim  # multiply-adds: q k^T and p v
         macs: float = self.vocab_size * self.dim
         for layer in range(self.n_layers):

@@ -1,12 +1,11 @@
 """Attention over packed documents: one function, and a plan made once per forward pass.
 
-A query at slot i of a row sees the keys at slots j <= i of the same document, and with a sliding window of w tokens only
-those with i - j < w. The plan says how to do that on this device:
+A query at slot i of a row sees the keys at slots j <= i of the same document, and with a sliding window of w tokens
+only those with i - j < w. The plan says how to do that on this device:
 
 - ``causal``: one document a row and no window in reach; plain causal SDPA.
-- ``segments``: CPU. The fused causal kernel is called document by document, so that pairs across documents cost nothing
-  (at 256 tokens a row: 1.8x faster than a mask with two documents, 4.3x with eight), and documents longer than the window
-  go in bands of queries.
+- ``segments``: CPU. The fused causal kernel is called document by document, so that pairs across documents cost
+  nothing, and documents longer than the window go in bands of queries. A dense mask costs as much as one document.
 - ``flex``: CUDA. A compiled FlexAttention kernel that skips blocks without a visible pair; made without a host sync.
 - ``mask``: everywhere else and with a key-value cache: SDPA with a boolean mask.
 
@@ -81,7 +80,7 @@ def document_mask(doc_ids: Tensor | None, length: int, window: int, device: torc
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
-    """``q [B, T, H, hd]`` over ``k, v [B, S, Hkv, hd]``, H a multiple of Hkv -> ``[B, T, H, hd]``; scores / sqrt(hd)."""
+    """``q [B, T, H, hd]`` over ``k, v [B, S, Hkv, hd]`` -> ``[B, T, H, hd]``; H is a multiple of Hkv."""
     if plan.kind == "segments":
         # Autocast does not reach into a custom operator: bring all three to what the projections were computed in.
         return segment_attention(q.to(v.dtype), k.to(v.dtype), v, plan.bounds, plan.window)[0]
@@ -97,7 +96,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
     return out.transpose(1, 2)
 
 
-# -- CUDA: FlexAttention ------------------------------------------------------------------------------------------------
+# -- CUDA: FlexAttention ----------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -128,7 +127,7 @@ def _block_mask(doc_ids: Tensor | None, batch: int, length: int, window: int, de
     return _create_block_mask(device.type)(seen, rows, None, length, length, device=device)
 
 
-# -- CPU: the fused kernel, document by document ------------------------------------------------------------------------
+# -- CPU: the fused kernel, document by document ----------------------------------------------------------------------
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -136,7 +135,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 @dataclass
 class _Piece:
-    """One call of the kernel: queries ``[stop - queries, stop)`` over keys ``[stop - keys, stop)`` of some equal rows."""
+    """One call of the kernel: queries ``[stop - queries, stop)`` over keys ``[stop - keys, stop)`` of equal rows."""
 
     row: int
     rows: int

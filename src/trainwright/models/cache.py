@@ -1,7 +1,7 @@
-"""The key-value cache of generation: allocated once, a slot per token, rows of any prompt length by padding on the left.
+"""The key-value cache of generation: allocated once, a slot per token, prompts of any lengths padded on the left.
 
-A cached pass sees keys by the same rule as a packed row (same document, not later, inside the window), so padding is just
-another document, ``PAD_DOCUMENT``, and cached and uncached passes agree.
+A cached pass sees keys by the same rule as a packed row (same document, not later, inside the window), so padding is
+just another document, ``PAD_DOCUMENT``, and cached and uncached passes agree.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PAD_DOCUMENT = -1
 
 
 class KVCache:
-    """Keys and values of every layer, ``[B, capacity, Hkv, hd]`` each, in the dtype and on the device they are made in."""
+    """Keys and values of every layer, ``[B, capacity, Hkv, hd]`` each, in the dtype and on the device they come in."""
 
     def __init__(self, n_layers: int, capacity: int):
         self.capacity = capacity
@@ -60,7 +60,7 @@ class KVCache:
         return AttentionPlan("mask", window, mask=mask.unsqueeze(1))
 
     def update(self, layer: int, k: Tensor, v: Tensor, window: int) -> tuple[Tensor, Tensor]:
-        """Store ``k, v [B, T, Hkv, hd]`` of the newest slots; returns the keys and values that they can reach, as views."""
+        """Store ``k, v [B, T, Hkv, hd]`` of the newest slots; returns views of the keys and values in their reach."""
         new = k.shape[1]
         keys, values = self.keys[layer], self.values[layer]
         if keys is None or values is None:

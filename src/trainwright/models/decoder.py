@@ -3,11 +3,13 @@
 
 ``x += o(attention(rope(q(n(x))), rope(k(n(x))), v(n(x))))`` then ``x += down(silu(gate(n(x))) * up(n(x)))`` per block.
 
-q, k, v and gate, up are separate matrices, as in the released weights: an optimizer that orthogonalises (Muon) must not mix
-them, tensor parallelism cuts each by heads, adapters and quantizers name them one by one. Names of parameters:
-``embed.weight``, ``blocks.N.attn_norm.weight``, ``blocks.N.attn.{q,k,v,o}.{weight,bias}``, ``blocks.N.attn.{q,k}_norm.weight``,
-``blocks.N.mlp_norm.weight``, ``blocks.N.mlp.{gate,up,down}.weight`` or, with experts, ``blocks.N.mlp.router.weight`` and
-``blocks.N.mlp.{gate,up,down}`` ``[E, out, in]``; ``norm.weight``, and ``head.weight`` unless it is tied to ``embed.weight``.
+q, k, v and gate, up are separate matrices, as in the released weights: an optimizer that orthogonalises (Muon) must not
+mix them, tensor parallelism cuts each by heads, adapters and quantizers name them one by one. Names of parameters:
+
+- ``embed.weight``, ``norm.weight``, and ``head.weight`` unless the head is tied to ``embed.weight``
+- ``blocks.N.attn_norm.weight``, ``blocks.N.mlp_norm.weight``
+- ``blocks.N.attn.{q,k,v,o}.{weight,bias}``, ``blocks.N.attn.{q,k}_norm.weight``
+- ``blocks.N.mlp.{gate,up,down}.weight``, or ``blocks.N.mlp.router.weight`` and stacked ``blocks.N.mlp.{gate,up,down}``
 """
 
 from __future__ import annotations
@@ -164,8 +166,8 @@ class Decoder(LanguageModel):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Draw all weights from torch's global generator: normal with std 0.02, and 0.02 / sqrt(2 * n_layers) for the two
-        projections of a block that write to the residual stream, so that its variance does not grow with depth
+        """Draw all weights from torch's global generator: normal with std 0.02, and 0.02 / sqrt(2 * n_layers) for the
+        two projections of a block that write to the residual stream, so that its variance does not grow with depth
         (GPT-2). Norms are 1, biases 0."""
         residual = INIT_STD / math.sqrt(2 * self.arch.n_layers)
         for module in self.modules():
@@ -248,7 +250,7 @@ class Decoder(LanguageModel):
 
     @torch.no_grad()
     def update_balancing(self) -> None:
-        """After the optimizer's step: move the expert biases by the load of the step, all micro-batches and ranks together.
+        """After the optimizer's step: move the expert biases by the load of the step, over micro-batches and ranks.
 
         A collective in a distributed run. Nothing to do unless ``balance`` is "bias"."""
         if self.arch.balance != "bias":

@@ -62,8 +62,8 @@ class DecoderModelConfig(ModelConfig):
     )
     balance: Literal["aux_loss", "bias", "none"] = Field(
         "aux_loss",
-        description="How experts are kept evenly loaded: auxiliary loss, bias without a loss (arXiv:2408.15664; scores are "
-        "then sigmoids, as in the paper), or not at all. Dense models do not read it.",
+        description="How experts are kept evenly loaded: auxiliary loss, bias without a loss (arXiv:2408.15664; scores "
+        "are then sigmoids, as in the paper), or not at all. Dense models do not read it.",
     )
     aux_loss_coefficient: NonNegativeFloat = Field(
         0.001, description="Weight of the balancing loss (Mixtral, Qwen: 0.001)."
@@ -146,7 +146,7 @@ class DecoderModelConfig(ModelConfig):
                 n_heads = size.n_heads
             elif dim % width:
                 raise ConfigError(
-                    f"is not a multiple of the head width {width}; set n_heads or head_dim, or a dim that {width} divides",
+                    f"is not a multiple of the head width {width}; set n_heads, head_dim, or a dim it divides",
                     key="dim",
                     value=dim,
                 )

@@ -297,7 +297,8 @@ def generate(
     ids = generate_ids(
         model, [_encode(tokenizer, p) for p in prompts], max_new_tokens=max_new_tokens, temperature=temperature,
         top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, seed=seed, generator=generator,
-        eos_id=tokenizer.eos_id if eos_id is None else eos_id, use_cache=use_cache, stopped=_stop_check(tokenizer, stop),
+        eos_id=tokenizer.eos_id if eos_id is None else eos_id, stopped=_stop_check(tokenizer, stop),
+        use_cache=use_cache,
     )  # fmt: skip
     return [_cut(tokenizer.decode(row), stop)[0] for row in ids]
 
@@ -319,8 +320,8 @@ def stream(
 ) -> Iterator[str]:
     """Pieces of the continuation of ``prompt`` (text, or ids as of a chat template) as they come.
 
-    A piece is held back while it may be the start of a stop string or an unfinished character; the pieces joined are what
-    :func:`generate` returns.
+    A piece is held back while it may be the start of a stop string or an unfinished character; the pieces joined are
+    what :func:`generate` returns.
     """
     _check(temperature, top_k, top_p, max_new_tokens, repetition_penalty, stop)
     ids = _encode(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)

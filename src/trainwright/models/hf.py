@@ -1,9 +1,9 @@
 """``model: {name: hf, path: FOLDER}``: any causal language model that transformers loads, behind our interface.
 
-transformers has no common way to say where the head is, what happens to the logits after it, or how documents in a row are
-kept apart. So each is tried on random ids when the model is built, and used only where the numbers agree:
-the head (hidden states through the output embedding, its scale and soft cap, must give the model's own logits), and the
-packing (logits of a packed row must equal those of its documents alone).
+transformers has no common way to say where the head is, what happens to the logits after it, or how documents in a row
+are kept apart. So each is tried on random ids when the model is built, and used only where the numbers agree: the head
+(hidden states through the output embedding, its scale and soft cap, must give the model's own logits), and the packing
+(logits of a packed row must equal those of its documents alone).
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class HFModel(LanguageModel):
             return {t: additive(window if t == "sliding_attention" else 0) for t in types}
         return additive(window)
 
-    # -- what the architecture does, found out on random ids ------------------------------------------------------------
+    # -- what the architecture does, found out on random ids ----------------------------------------------------------
 
     @torch.no_grad()
     def _probe(self, tokens: Tensor) -> Tensor:
@@ -199,7 +199,7 @@ class HFModel(LanguageModel):
         self.hf.train(training)
         return found
 
-    # -- figures --------------------------------------------------------------------------------------------------------
+    # -- figures ------------------------------------------------------------------------------------------------------
 
     def param_roles(self) -> dict[str, Role]:
         inner = guess_roles(self.hf)

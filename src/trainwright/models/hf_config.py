@@ -39,8 +39,8 @@ def architecture_from_hf(config: dict[str, Any], where: str) -> Architecture:
         return config[key]
 
     for option, plain in (
-        ("hidden_act", "silu"), ("mlp_bias", False), ("router_jitter_noise", 0.0), ("n_shared_experts", 0), ("n_group", 1),
-        ("routed_scaling_factor", 1.0), ("quantization_config", None),
+        ("hidden_act", "silu"), ("mlp_bias", False), ("router_jitter_noise", 0.0), ("n_shared_experts", 0),
+        ("n_group", 1), ("routed_scaling_factor", 1.0), ("quantization_config", None),
     ):  # fmt: skip
         if config.get(option) not in (None, plain):
             raise refuse(option)
@@ -136,7 +136,7 @@ def hf_model_type(arch: Architecture) -> str:
         if arch.router_score == "sigmoid":
             if windows or arch.out_bias or arch.dense_layers != tuple(range(len(arch.dense_layers))):
                 raise refuse(
-                    "sigmoid-routed experts with a sliding window, an output bias, or dense layers that are not the first"
+                    "sigmoid-routed experts with a sliding window, an output bias, or dense layers in the middle"
                 )
             return "glm4_moe"
         if arch.balance == "bias":

@@ -188,7 +188,7 @@ def save_pretrained(
     ``max_shard_size`` bytes with their index, generation config, tokenizer and chat template.
 
     ``dtype`` casts the weights (None: as they are). In a distributed run every rank must call it; the first one writes.
-    Raises ConfigError when ``folder`` exists, ModelError when no transformers architecture computes what the model does.
+    Raises ConfigError when ``folder`` exists, ModelError when no transformers architecture computes what ours does.
     """
     folder = Path(folder)
     if broadcast_object(folder.exists()):

@@ -3,8 +3,8 @@
 Token t with scores s_t (softmax of the router's logits, or their sigmoid) goes to the k experts with the largest
 ``s_t + b``; the outputs are summed with weights s_t of the chosen ones, divided by their sum where the family does so.
 
-- auxiliary loss (arXiv:2101.03961, as Mixtral and Qwen use it): ``E * sum_e f_e * P_e`` per layer, with f_e the assignments
-  to expert e over the number of tokens (they sum to k) and P_e the mean score; averaged over layers.
+- auxiliary loss (arXiv:2101.03961, as Mixtral and Qwen use it): ``E * sum_e f_e * P_e`` per layer, with f_e the
+  assignments to expert e over the number of tokens (they sum to k) and P_e the mean score; averaged over layers.
 - bias (arXiv:2408.15664): after each step ``b_e += rate * sign(mean load - load_e)``; no gradient is disturbed.
 """
 
@@ -20,7 +20,7 @@ from trainwright.models.ops import swiglu
 
 
 class MoE(nn.Module):
-    """``x [B, T, D]`` -> output ``[B, T, D]``, balancing loss (scalar, not scaled by a coefficient), expert counts ``[E]``."""
+    """``x [B, T, D]`` -> output ``[B, T, D]``, balancing loss (scalar, unscaled), expert counts ``[E]``."""
 
     expert_bias: Tensor | None
 

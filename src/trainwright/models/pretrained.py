@@ -45,7 +45,7 @@ class PretrainedModelConfig(ModelConfig):
             if (self.balance == "bias") != (arch.balance == "bias"):
                 raise ConfigError(
                     f"the folder's experts are balanced by {arch.balance}: their routing has "
-                    f"{'a' if arch.balance == 'bias' else 'no'} bias, and no folder could hold the changed model; leave it out",
+                    f"{'a' if arch.balance == 'bias' else 'no'} bias, and no folder could hold another; leave it out",
                     key="balance",
                     value=self.balance,
                 )

@@ -1,8 +1,8 @@
 """Rotary position embedding: inverse frequencies with the families' scalings, and the cos/sin tables.
 
-Frequency i of a head of width d turns by ``position * theta**(-2i/d)`` radians (arXiv:2104.09864). The scalings stretch the
-context beyond the length trained on: linear interpolation (arXiv:2306.15595), dynamic NTK, YaRN (arXiv:2309.00071) and
-Llama 3.1's wavelength bands (arXiv:2407.21783).
+Frequency i of a head of width d turns by ``position * theta**(-2i/d)`` radians (arXiv:2104.09864). The scalings stretch
+the context beyond the length trained on: linear interpolation (arXiv:2306.15595), dynamic NTK, YaRN (arXiv:2309.00071)
+and Llama 3.1's wavelength bands (arXiv:2407.21783).
 """
 
 from __future__ import annotations

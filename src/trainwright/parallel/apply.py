@@ -1,7 +1,7 @@
 """Data parallelism over a built model: DDP, FSDP2, HSDP. The model itself does not know.
 
-The gradient that reaches the optimizer is the *sum* over the data-parallel ranks: the loop divides the loss by the
-global weight, so a mean over ranks would be wrong.
+The loop divides the loss by the weight of the global batch, so the gradients of the ranks have to be added up. DDP and
+FSDP2 take their mean (gloo has no scaled sum), hence ``loss_scale``, the number of ranks.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from trainwright.models.base import LanguageModel
@@ -74,21 +75,17 @@ def parallelize(
             find_unused_parameters=any(role == "expert" for role in model.param_roles().values()),
         )
         return Parallelized(model, wrapped, loss_scale=float(mesh.dp_size))
-    return Parallelized(model, _fully_shard(model, mesh, config, precision))
+    sharded = _fully_shard(model, mesh, config, precision)
+    return Parallelized(model, sharded, loss_scale=float(mesh.dp_size))
 
 
 def _fully_shard(model: LanguageModel, mesh: Mesh, config: ParallelConfig, precision: Any) -> nn.Module:
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    assert_mesh = mesh.mesh
-    if assert_mesh is None:
-        raise ValueError("sharding needs a device mesh")
-    over = assert_mesh if mesh.degrees.dp_replicate > 1 else assert_mesh["dp_shard"]
+    whole = cast(DeviceMesh, mesh.mesh)
+    over = whole if mesh.degrees.dp_replicate > 1 else whole["dp_shard"]
     policy = MixedPrecisionPolicy(param_dtype=precision.fsdp_param_dtype, reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, mesh=over, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
     fully_shard(model, mesh=over, mp_policy=policy, reshard_after_forward=False)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
     return model
