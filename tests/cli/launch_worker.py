@@ -12,12 +12,16 @@ rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 how = sys.argv[1]
 
 
+def say(line):
+    os.write(1, f"{line}\n".encode())  # in one piece, whatever the other rank writes
+
+
 def leave(error):
     sys.exit(launch.report_exit(error.exit_code, str(error)))
 
 
 launch.follow_launcher()
-print(f"rank {rank} of {world} threads {os.environ['OMP_NUM_THREADS']} pid {os.getpid()}", flush=True)
+say(f"rank {rank} of {world} threads {os.environ['OMP_NUM_THREADS']} pid {os.getpid()}")
 if how == "wrong":
     leave(ConfigError("is wrong", key="optimizer.lr", value=-1))
 elif how == "wrong-on-one":
@@ -34,10 +38,10 @@ elif how == "interrupt":
     stop = []
     signal.signal(signal.SIGINT, lambda *a: stop.append(1))
     signal.signal(signal.SIGTERM, lambda *a: stop.append(1))
-    print("ready", flush=True)
+    say("ready")
     while not stop:
         time.sleep(0.01)
     if rank == 0:
         time.sleep(1.0)  # the slow end of a save: nobody may kill it meanwhile
-        print("saved", flush=True)
+        say("saved")
     leave(Interrupted("interrupted; saved step 9"))

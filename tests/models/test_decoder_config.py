@@ -157,9 +157,10 @@ def test_bfloat16_autocast_stays_close():
         assert all(p.grad.dtype == torch.float32 for p in model.parameters() if p.grad is not None)
 
 
-def test_compiled_blocks_equal_eager_on_packed_rows():
+@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
+def test_compiled_blocks_equal_eager_on_packed_rows(family):
     torch.manual_seed(0)
-    model = build("model", {"name": "decoder", "size": "1m", "n_layers": 1, "family": "qwen3"}).build(100, 32)
+    model = build("model", {"name": "decoder", "size": "1m", "n_layers": 1, "family": family}).build(100, 32)
     tokens = torch.randint(100, (2, 32))
     doc_ids = torch.tensor([[0] * 7 + [1] * 25, [0] * 32], dtype=torch.int32)
 

@@ -212,3 +212,14 @@ def test_ranks_share_their_load():
     model(torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(5)))
     model.update_balancing()
     assert biases[0] == biases[1] == [b.mlp.expert_bias.tolist() for b in model.blocks]
+
+
+def test_the_operator_is_sound_for_the_compiler():
+    from trainwright.models.moe import grouped_linear
+
+    x, w = torch.randn(6, 4, requires_grad=True), torch.randn(3, 5, 4, requires_grad=True)
+    args = (x, w, torch.tensor([2, 0, 4]))
+    torch.library.opcheck(
+        grouped_linear, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
+    )
+    torch.testing.assert_close(grouped_linear(*args), torch.cat((x[:2] @ w[0].T, x[2:] @ w[2].T)))

@@ -21,7 +21,7 @@ from trainwright.config.sections import (
     TrainSection,
 )
 from trainwright.core.errors import ConfigError, InputError, nearest
-from trainwright.core.registry import MethodConfig, MethodInfo, Slot, config_error, slot_definitions
+from trainwright.core.registry import MethodConfig, MethodInfo, Slot, config_error, with_slots
 from trainwright.data.module import DataConfig
 from trainwright.models.base import ModelConfig
 from trainwright.objectives.base import ObjectiveConfig
@@ -137,8 +137,7 @@ class RunConfig(BaseModel):
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
         """JSON Schema of a recipe, every slot a union of its methods; for editors."""
-        schema = cls.model_json_schema(by_alias=True)
-        schema.setdefault("$defs", {}).update(slot_definitions())
+        schema = with_slots(cls.model_json_schema(by_alias=True))
         schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
         schema["title"] = "Trainwright recipe"
         return schema

@@ -246,14 +246,33 @@ class Slot:
         )
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
-        one: dict[str, Any] = {"$ref": f"#/$defs/slot_{self.slot}"}
+        one: dict[str, Any] = {"$ref": f"{_SLOT_REF}{self.slot}"}
         if self.many:
             return {"anyOf": [one, {"type": "array", "items": one}]}
         return {"anyOf": [one, {"type": "null"}]} if self.optional else one
 
 
+# pydantic resolves local references itself, and a slot's union is not known to it; see with_slots.
+_SLOT_REF = "https://trainwright/slots/"
+
+
+def with_slots(schema: dict[str, Any]) -> dict[str, Any]:
+    """``schema`` of a model that has slots, with the union of methods of each slot added to its ``$defs``."""
+
+    def local(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: local(v) for k, v in value.items()}
+        if isinstance(value, list):
+            return [local(v) for v in value]
+        if isinstance(value, str) and value.startswith(_SLOT_REF):
+            return f"#/$defs/slot_{value.removeprefix(_SLOT_REF)}"
+        return value
+
+    return local({**schema, "$defs": {**schema.get("$defs", {}), **slot_definitions()}})
+
+
 def slot_definitions() -> dict[str, Any]:
-    """``$defs`` for the JSON Schema: per slot the union of its methods, told apart by ``name``."""
+    """Per slot the union of its methods, told apart by ``name``; a name alone will do."""
     defs: dict[str, Any] = {}
     for slot in SLOTS:
         options: list[dict[str, Any]] = []

@@ -18,7 +18,7 @@ import torch
 from trainwright.core.batch import Batch
 from trainwright.core.errors import DataError
 from trainwright.core.seeds import derive
-from trainwright.data.batchers.base import BatcherConfig
+from trainwright.data.batchers.base import BatcherConfig, order
 from trainwright.data.dataset import TokenDataset
 from trainwright.data.packing import Row, RowPlan, assemble, empty_row
 
@@ -35,15 +35,19 @@ class Stream:
     shuffle: bool = True
     _plan: RowPlan | None = field(default=None, repr=False)
     _epoch: int = field(default=-1, repr=False)
+    _rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64), repr=False)  # order of the plan's rows
 
     def plan(self, epoch: int) -> RowPlan:
         if epoch != self._epoch or self._plan is None:
             seed = derive(self.seed, self.dataset.name, epoch) if self.shuffle else None
             self._plan, self._epoch = self.batcher.plan(self.dataset.lengths, self.seq_len, seed), epoch
+            # Rows are shuffled as well as documents: the rows of one long document would else make up a batch alone.
+            self._rows = order(self._plan.num_rows, None if seed is None else derive(seed, "rows"))
         return self._plan
 
     def row(self, epoch: int, index: int) -> Row:
-        return assemble(self.dataset, self.plan(epoch).segments(index), self.seq_len, self.pad_id)
+        segments = self.plan(epoch).segments(int(self._rows[index]))
+        return assemble(self.dataset, segments, self.seq_len, self.pad_id)
 
 
 class Order(Protocol):

@@ -105,9 +105,10 @@ class HFModel(LanguageModel):
                 raise ModelError(
                     f"{type(self.hf).__name__} lets documents in one row see each other; give it one document a row"
                 )
-            if positions is None:
-                positions = _positions(doc_ids)
-            if self.packing == "mask":
+            if self.packing == "positions":
+                positions = _positions(doc_ids)  # these alone tell the documents apart, so they must agree with them
+            else:
+                positions = _positions(doc_ids) if positions is None else positions
                 inputs["attention_mask"] = self._masks(doc_ids)
         if positions is not None:
             inputs["position_ids"] = positions
@@ -125,6 +126,8 @@ class HFModel(LanguageModel):
         window = getattr(self.config, "sliding_window", None) or 0
         if getattr(self.config, "use_sliding_window", True) is False:
             window = 0
+        if types - {"full_attention", "sliding_attention"}:
+            raise ValueError(f"unknown kinds of attention: {types}")
         if types:
             return {t: additive(window if t == "sliding_attention" else 0) for t in types}
         return additive(window)
@@ -177,7 +180,7 @@ class HFModel(LanguageModel):
     def _find_packing(self) -> Packing:
         """The first way of telling documents apart under which each one's logits equal those that it has alone."""
         if next(self.hf.parameters()).is_meta:
-            return "mask"
+            return "positions"
         training = self.hf.training
         self.hf.eval()
         tokens = self._random_ids(1, 13)
@@ -186,7 +189,9 @@ class HFModel(LanguageModel):
         tolerance = 1e-3 * max(1.0, float(alone.abs().max()))
         tolerance *= 1.0 if next(self.hf.parameters()).dtype == torch.float32 else 30.0
         found: Packing = "none"
-        for way in ("mask", "positions"):
+        # From positions that start again transformers makes its own masks, with its rules for windows: first choice.
+        ways: tuple[Packing, ...] = ("positions", "mask")
+        for way in ways:
             self.packing = way
             try:
                 with torch.no_grad():

@@ -87,7 +87,8 @@ class MoE(nn.Module):
                 return F.grouped_mm(x, w.transpose(1, 2), offs=ends)
 
             return grouped(swiglu(grouped(rows, gate), grouped(rows, up)), down)
-        return _run_experts(rows, gate, up, down, counts)
+        hidden = swiglu(grouped_linear(rows, gate, counts), grouped_linear(rows, up, counts))
+        return grouped_linear(hidden, down, counts)
 
     @torch.no_grad()
     def count_load(self, counts: Tensor) -> None:
@@ -102,42 +103,50 @@ class MoE(nn.Module):
             self.expert_bias += rate * torch.sign(load.mean() - load)
 
 
-@torch.compiler.disable
-def _run_experts(rows: Tensor, gate: Tensor, up: Tensor, down: Tensor, counts: Tensor) -> Tensor:
-    """A matrix product per expert and projection; reads ``counts`` on the host."""
-    sizes = counts.tolist()
-    hidden = swiglu(_GroupedLinear.apply(rows, gate, sizes), _GroupedLinear.apply(rows, up, sizes))
-    return _GroupedLinear.apply(hidden, down, sizes)
+@torch.library.custom_op("trainwright::grouped_linear", mutates_args=())
+def grouped_linear(x: Tensor, w: Tensor, counts: Tensor) -> Tensor:
+    """``x_e @ w[e].T`` -> ``[M, N]`` for ``w [E, N, K]`` and rows ``x [M, K]`` expert by expert, ``counts[e]`` of each.
 
-
-class _GroupedLinear(torch.autograd.Function):
-    """Rows ``x [M, K]`` lie expert by expert, ``sizes[e]`` of each; ``x_e @ w[e].T`` for ``w [E, N, K]`` -> ``[M, N]``.
-
-    Written by hand because autograd through ``w[e]`` would make a whole ``[E, N, K]`` gradient for each expert.
+    A matrix product per expert; reads ``counts`` on the host. Its own operator because autograd through ``w[e]`` would
+    make a whole ``[E, N, K]`` gradient for each expert, and because the compiler cannot look into ``counts``.
     """
+    sizes = counts.tolist()
+    out = x.new_empty(x.shape[0], w.shape[1])
+    for xe, we, oe in zip(x.split(sizes), w, out.split(sizes), strict=True):
+        torch.mm(xe, we.t(), out=oe)
+    return out
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, sizes: list[int]) -> Tensor:
-        ctx.save_for_backward(x, w)
-        ctx.sizes = sizes
-        out = x.new_empty(x.shape[0], w.shape[1])
-        for xe, we, oe in zip(x.split(sizes), w, out.split(sizes), strict=True):
-            torch.mm(xe, we.t(), out=oe)
-        return out
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, w = ctx.saved_tensors
-        grad = grad.contiguous()
-        dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        dw = torch.empty_like(w) if ctx.needs_input_grad[1] else None
-        for e, (xe, ge) in enumerate(zip(x.split(ctx.sizes), grad.split(ctx.sizes), strict=True)):
-            if dx is not None:
-                torch.mm(ge, w[e], out=dx.split(ctx.sizes)[e])
-            if dw is not None:
-                torch.mm(ge.t(), xe, out=dw[e])
-        return dx, dw, None
+@torch.library.custom_op("trainwright::grouped_linear_backward", mutates_args=())
+def _grouped_linear_backward(grad: Tensor, x: Tensor, w: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    sizes = counts.tolist()
+    grad = grad.contiguous()
+    dx, dw = x.new_empty(x.shape), w.new_empty(w.shape)
+    for xe, ge, dxe, we, dwe in zip(x.split(sizes), grad.split(sizes), dx.split(sizes), w, dw, strict=True):
+        torch.mm(ge, we, out=dxe)
+        torch.mm(ge.t(), xe, out=dwe)
+    return dx, dw
+
+
+@grouped_linear.register_fake
+def _(x: Tensor, w: Tensor, counts: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], w.shape[1])
+
+
+@_grouped_linear_backward.register_fake
+def _(grad: Tensor, x: Tensor, w: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), w.new_empty(w.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    return *_grouped_linear_backward(grad, *ctx.saved_tensors), None
+
+
+grouped_linear.register_autograd(_gradients, setup_context=_save)
 
 
 @torch.no_grad()

@@ -109,6 +109,8 @@ class Lines:
             self._line()
 
     def validation(self, row: dict[str, Any]) -> None:
+        if self._unwritten:
+            self._line()
         parts = [f"step {row['step']}", f"validation loss {row['val_loss']:.4f}"]
         if "val_bits_per_byte" in row:
             parts.append(f"{row['val_bits_per_byte']:.4f} bits/byte")

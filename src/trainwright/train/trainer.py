@@ -178,7 +178,8 @@ class Trainer:
             self.tokenizer.save(folder / "tokenizer")
             self.metrics = MetricsWriter(folder / "metrics.jsonl")
             self.loggers = [spec.build(config, folder) for spec in config.log.loggers]  # type: ignore[attr-defined]
-            self.display = make_progress(config.log.progress, self.total_steps, config.train.seconds)
+            steps = None if self._by_clock else self.total_steps
+            self.display = make_progress(config.log.progress, steps, config.train.seconds)
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
@@ -311,10 +312,12 @@ class Trainer:
         seconds = self.config.train.seconds
         if seconds is not None and self.progress.seconds >= seconds:
             return True
-        by_clock = (
-            self.config.train.steps is None and self.config.train.tokens is None and self.config.train.epochs is None
-        )
-        return self.progress.step >= self.total_steps and not by_clock
+        return self.progress.step >= self.total_steps and not self._by_clock
+
+    @property
+    def _by_clock(self) -> bool:
+        train = self.config.train
+        return train.steps is None and train.tokens is None and train.epochs is None
 
     def _position(self) -> int:
         """The schedule's step: the count of steps, or further on when the clock is the tighter limit."""
@@ -349,7 +352,7 @@ class Trainer:
         loss = per_token[0]
 
         info = StepInfo(step=self.progress.step + 1, loss=loss, grad_norm=norm)
-        if scaler is not None and not math.isfinite(norm):
+        if scaler is not None and math.isfinite(loss) and not math.isfinite(norm):
             verdict = Decision()  # the scaler itself skips the update and lowers its scale
         else:
             verdict = self.policy.decide(info.step, [(name, m.inspect(info)) for name, m in self.monitors])
