@@ -55,11 +55,13 @@ def test_empty_and_binary_and_malformed_files(train, tmp_path):
     (tmp_path / "binary.txt").write_bytes(b"ab\x00\xff\xfe" * 100)
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"text": "fine"}) + '\n{"text": "cut\n')
-    for i, (path, name, says) in enumerate([
-        (tmp_path / "empty.txt", "text", "empty.txt"),
-        (tmp_path / "binary.txt", "text", "binary.txt"),
-        (rows, "jsonl", "rows.jsonl:2"),
-    ]):
+    for i, (path, name, says) in enumerate(
+        [
+            (tmp_path / "empty.txt", "text", "empty.txt"),
+            (tmp_path / "binary.txt", "text", "binary.txt"),
+            (rows, "jsonl", "rows.jsonl:2"),
+        ]
+    ):
         code, err = train(**{"run.name": f"r{i}", "data.sources": [{"name": name, "path": str(path)}]})
         assert code == 2 and says in err.replace(", line ", ":"), err
 
@@ -102,7 +104,11 @@ def test_tokenizer_larger_than_the_pretrained_model(train, recipe, tmp_path):
     out = tmp_path / "hf"
     assert cli.run(["export", str(RunConfig.load(data).run_dir), str(out)]) == 0
     code, err = train(
-        **{"run.name": "more", "model": {"name": "pretrained", "path": str(out)}, "tokenizer": {"name": "bpe", "vocab_size": 270}}
+        **{
+            "run.name": "more",
+            "model": {"name": "pretrained", "path": str(out)},
+            "tokenizer": {"name": "bpe", "vocab_size": 270},
+        }
     )
     assert code == 2 and "259" in err and "tokenizer" in err, err
 

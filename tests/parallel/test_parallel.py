@@ -45,7 +45,9 @@ def _model(tied):
     from trainwright.models.decoder_config import DecoderModelConfig
 
     torch.manual_seed(0)
-    return DecoderModelConfig(dim=64, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=96, tie_embeddings=tied).build(131, 16)
+    return DecoderModelConfig(dim=64, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=96, tie_embeddings=tied).build(
+        131, 16
+    )
 
 
 def _batch(rows=4, length=16):
@@ -73,7 +75,9 @@ def _gradients(parallel, batch, micro):
 
 
 def _worker(rank, world, port, out):
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK="0")
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK="0"
+    )
     torch.set_num_threads(1)
     from trainwright.core.distributed import local_tensor
     from trainwright.memory.activation_checkpointing import ActivationCheckpointingConfig
@@ -119,14 +123,20 @@ def test_gradients_of_two_ranks_equal_one_process(tmp_path):
     expected = {}
     for tied in (True, False):
         config = ParallelConfig()
-        parallel = parallelize(_model(tied), build_mesh(config.resolve(1), device), config, FP32Config().build(device), device)
+        parallel = parallelize(
+            _model(tied), build_mesh(config.resolve(1), device), config, FP32Config().build(device), device
+        )
         expected[tied] = _gradients(parallel, _batch(), 4)
     assert len(results) == 16
     for (way, tied, recompute, micro), (held, total, grads) in results.items():
         assert grads.keys() == expected[tied].keys()
         for name, grad in grads.items():
             torch.testing.assert_close(
-                grad, expected[tied][name], rtol=1e-5, atol=1e-7, msg=lambda m: f"{way} {tied} {recompute} {micro} {name}: {m}"
+                grad,
+                expected[tied][name],
+                rtol=1e-5,
+                atol=1e-7,
+                msg=lambda m: f"{way} {tied} {recompute} {micro} {name}: {m}",
             )
         if way == "dp_shard":
             assert held <= 0.51 * total

@@ -23,10 +23,12 @@ from trainwright.config.sections import (
 from trainwright.core.errors import ConfigError, InputError, nearest
 from trainwright.core.registry import MethodConfig, MethodInfo, Slot, config_error, with_slots
 from trainwright.data.module import DataConfig
+from trainwright.memory.base import MemoryConfig
 from trainwright.models.base import ModelConfig
 from trainwright.objectives.base import ObjectiveConfig
 from trainwright.optim.base import AverageConfig, ClipConfig, OptimizerConfig, ScheduleConfig
 from trainwright.parallel.config import ParallelConfig
+from trainwright.precision.base import PrecisionConfig
 from trainwright.resilience.base import MonitorConfig
 
 
@@ -49,8 +51,8 @@ class RunConfig(BaseModel):
     schedule: Annotated[ScheduleConfig, Slot("schedule", default="cosine")] = cast(ScheduleConfig, {"name": "cosine"})
     clip: Annotated[ClipConfig, Slot("clip", default="global_norm")] = cast(ClipConfig, {"name": "global_norm"})
     average: Annotated[AverageConfig | None, Slot("average", optional=True)] = None
-    precision: Annotated[MethodConfig, Slot("precision", default="auto")] = cast(MethodConfig, {"name": "auto"})
-    memory: Annotated[list[MethodConfig], Slot("memory", many=True)] = Field(default_factory=list)
+    precision: Annotated[PrecisionConfig, Slot("precision", default="auto")] = cast(PrecisionConfig, {"name": "auto"})
+    memory: Annotated[list[MemoryConfig], Slot("memory", many=True)] = Field(default_factory=list)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     comm: Annotated[MethodConfig | None, Slot("comm", optional=True)] = None
     monitors: Annotated[list[MonitorConfig], Slot("monitor", many=True)] = Field(

@@ -100,7 +100,9 @@ class Mixture:
         names = [s.dataset.name for s in self.streams]
         for name in names:
             sources.setdefault(name, {"epoch": 0, "row": 0, "taken": 0})
-        behind = [share * (at["rows"] + 1) - sources[name]["taken"] for share, name in zip(self.shares, names, strict=True)]
+        behind = [
+            share * (at["rows"] + 1) - sources[name]["taken"] for share, name in zip(self.shares, names, strict=True)
+        ]
         i = int(np.argmax(behind))
         here = sources[names[i]]
         epoch, row = here["epoch"], here["row"]
@@ -119,7 +121,8 @@ class Mixture:
     def epoch(self) -> float:
         sources = self.position["sources"]
         return min(
-            sources[s.dataset.name]["epoch"] + sources[s.dataset.name]["row"] / s.plan(sources[s.dataset.name]["epoch"]).num_rows
+            sources[s.dataset.name]["epoch"]
+            + sources[s.dataset.name]["row"] / s.plan(sources[s.dataset.name]["epoch"]).num_rows
             for s in self.streams
         )
 

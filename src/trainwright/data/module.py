@@ -31,12 +31,15 @@ class DataConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_default=True)
 
     sources: Annotated[list[SourceConfig], Slot("source", many=True)] = Field(
-        default_factory=lambda: cast(list[SourceConfig], [{"name": "python_stdlib"}]), description="Where documents come from."
+        default_factory=lambda: cast(list[SourceConfig], [{"name": "python_stdlib"}]),
+        description="Where documents come from.",
     )
     batcher: Annotated[BatcherConfig, Slot("batcher", default="packed")] = Field(
         cast(BatcherConfig, {"name": "packed"}), description="How documents are laid out in rows."
     )
-    validation_fraction: float = Field(0.02, ge=0, lt=0.5, description="Share of the documents held out for validation.")
+    validation_fraction: float = Field(
+        0.02, ge=0, lt=0.5, description="Share of the documents held out for validation."
+    )
     cache_dir: Path | None = Field(None, description="Folder of tokenized data; null: the user's cache.")
     shuffle: bool = Field(True, description="Shuffle documents anew each epoch.")
     prefetch: NonNegativeInt = Field(2, description="Batches made ahead by a background thread; 0: none.")
@@ -84,7 +87,9 @@ class DataModule:
             raise ConfigError("give a weight to every source or to none", key="data.sources")
         self.weights = None if None in weights else [float(cast(float, w)) for w in weights]
         if not sum(d.num_docs for d in train):
-            raise DataError("the training split holds no document; give more data or a smaller data.validation_fraction")
+            raise DataError(
+                "the training split holds no document; give more data or a smaller data.validation_fraction"
+            )
 
     def streams(self) -> list[Stream]:
         pools: list[TokenDataset] = [Pool(self.train)] if self.weights is None else list(self.train)
@@ -92,7 +97,8 @@ class DataModule:
         if empty:
             raise DataError(f"source {empty[0]} has no training document; take it out or give it data")
         return [
-            Stream(p, self.config.batcher, self.seq_len, self.tokenizer.pad_id, self.seed, self.config.shuffle) for p in pools
+            Stream(p, self.config.batcher, self.seq_len, self.tokenizer.pad_id, self.seed, self.config.shuffle)
+            for p in pools
         ]
 
     def train_loader(self, global_rows: int) -> Loader:

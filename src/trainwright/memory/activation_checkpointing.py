@@ -35,7 +35,9 @@ def _keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
 def checkpoint_block(block: nn.Module, selective: bool = False) -> None:
     """Make ``block`` recompute its activations. Replaces its ``forward``, so names of parameters stay as they are."""
     forward = block.forward
-    extra = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _keep_products)} if selective else {}
+    extra: dict[str, Any] = (
+        {"context_fn": functools.partial(create_selective_checkpoint_contexts, _keep_products)} if selective else {}
+    )
 
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:

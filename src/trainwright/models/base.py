@@ -74,7 +74,9 @@ class ModelConfig(MethodConfig):
 
     @abstractmethod
     def build(self, vocab_size: int, seq_len: int) -> LanguageModel:
-        """The model with fresh (or loaded) weights on the current default device, drawn from torch's global generator.
+        """The model with fresh (or loaded) weights on the current default device.
+
+        Fresh weights are drawn from torch's global generator.
 
         ``vocab_size`` is the tokenizer's. Raises ConfigError / ModelError when the tokenizer or ``seq_len`` does not fit.
         """

@@ -23,7 +23,7 @@ class OptimizerConfig(MethodConfig):
 
     @abstractmethod
     def build(self, params: Sequence[NamedParam]) -> torch.optim.Optimizer:
-        """A torch optimizer over ``params``. Groups hold ``lr``; the loop keeps ``initial_lr`` and scales by the schedule."""
+        """A torch optimizer over ``params``. Its groups hold ``lr``, which the loop scales by the schedule."""
 
 
 Factor = Callable[[int], float]  # 0-based step -> factor on every group's initial lr

@@ -31,7 +31,11 @@ NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic; steep at 0, withi
 
 
 def newton_schulz(
-    g: Tensor, steps: int = 5, eps: float = 1e-7, dtype: torch.dtype | None = None, coefficients: Sequence[float] = NS_COEFFICIENTS
+    g: Tensor,
+    steps: int = 5,
+    eps: float = 1e-7,
+    dtype: torch.dtype | None = None,
+    coefficients: Sequence[float] = NS_COEFFICIENTS,
 ) -> Tensor:
     """About ``U V^T`` of ``g [..., m, n]``: singular values pushed towards 1 by ``steps`` rounds of a quintic.
 

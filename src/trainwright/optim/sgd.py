@@ -33,5 +33,9 @@ class SGDConfig(OptimizerConfig):
 
     def build(self, params: Sequence[NamedParam]) -> torch.optim.Optimizer:
         return torch.optim.SGD(
-            decay_groups(params, self.weight_decay), lr=self.lr, momentum=self.momentum, nesterov=self.nesterov, fused=True
+            decay_groups(params, self.weight_decay),
+            lr=self.lr,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            fused=True,
         )

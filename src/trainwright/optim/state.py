@@ -50,7 +50,9 @@ def allocate_named_state(params: Sequence[NamedParam], scalars: dict[str, Any]) 
     stored = set(scalars["names"])
     lost, new = sorted(stored - by_name.keys()), sorted(by_name.keys() - stored)
     if lost or new:
-        found = [f"no longer trained: {', '.join(lost[:8])}"] * bool(lost) + [f"not stored: {', '.join(new[:8])}"] * bool(new)
+        found = [f"no longer trained: {', '.join(lost[:8])}"] * bool(lost) + [
+            f"not stored: {', '.join(new[:8])}"
+        ] * bool(new)
         raise CheckpointError(
             f"the optimizer state belongs to other parameters ({'; '.join(found)}); train the same parameters as before, "
             "or start a new run from the weights"
@@ -104,11 +106,13 @@ def _allocate(param: Tensor, spec: dict[str, Any]) -> Tensor:
     shape, dtype = torch.Size(spec["shape"]), getattr(torch, spec["dtype"])
     if isinstance(param, DTensor) and shape == param.shape:
         return torch.empty_like(param, dtype=dtype, requires_grad=False)
-    if isinstance(param, DTensor) and spec["placements"] is not None and len(spec["placements"]) == param.device_mesh.ndim:
+    if (
+        isinstance(param, DTensor)
+        and spec["placements"] is not None
+        and len(spec["placements"]) == param.device_mesh.ndim
+    ):
         placements = [Shard(int(p[1:])) if p.startswith("S") else Replicate() for p in spec["placements"]]
-        return torch.distributed.tensor.empty(
-            *shape, dtype=dtype, device_mesh=param.device_mesh, placements=placements
-        )
+        return torch.distributed.tensor.empty(*shape, dtype=dtype, device_mesh=param.device_mesh, placements=placements)
     # torch's optimizers keep their step counts on the CPU whatever the device of the parameter.
     device = torch.device("cpu") if len(shape) == 0 else local_tensor(param).device
     return torch.empty(shape, dtype=dtype, device=device)

@@ -29,12 +29,16 @@ class ParallelConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_default=True)
 
     dp_replicate: int = Field(-1, description="Replicas of the model (DDP); -1: whatever the other degrees leave.")
-    dp_shard: PositiveInt = Field(1, description="Processes over which parameters, gradients and optimizer are sharded (FSDP2).")
+    dp_shard: PositiveInt = Field(
+        1, description="Processes over which parameters, gradients and optimizer are sharded (FSDP2)."
+    )
     tp: PositiveInt = Field(1, description="Tensor-parallel degree.")
     pp: PositiveInt = Field(1, description="Pipeline stages.")
     cp: PositiveInt = Field(1, description="Context-parallel degree.")
     ep: PositiveInt = Field(1, description="Expert-parallel degree.")
-    reshard_after_forward: bool = Field(True, description="FSDP2: free a block's gathered parameters after its forward pass.")
+    reshard_after_forward: bool = Field(
+        True, description="FSDP2: free a block's gathered parameters after its forward pass."
+    )
 
     @field_validator("dp_replicate")
     @classmethod
@@ -48,7 +52,9 @@ class ParallelConfig(BaseModel):
         for key in _LATER:
             if getattr(self, key) > 1:
                 raise ConfigError(
-                    "is not in this release, which has dp_replicate and dp_shard; set it to 1", key=f"parallel.{key}", value=getattr(self, key)
+                    "is not in this release (it has dp_replicate and dp_shard); set it to 1",
+                    key=f"parallel.{key}",
+                    value=getattr(self, key),
                 )
         replicate = self.dp_replicate
         if replicate == -1:

@@ -85,7 +85,9 @@ def open_model(
         from trainwright.data.tokenizers import load_tokenizer
         from trainwright.models import from_pretrained
 
-        return from_pretrained(path).to(device or "cpu").eval(), load_tokenizer(path)
+        # The CPU computes in float32: few have fast half-precision products.
+        dtype = "float32" if torch.device(device or "cpu").type == "cpu" else None
+        return from_pretrained(path, dtype=dtype).to(device or "cpu").eval(), load_tokenizer(path)
     raise ConfigError(f"{path} is neither a run (config.yaml) nor a Hugging Face model folder (config.json)")
 
 

@@ -85,7 +85,7 @@ class Trainer:
         self.flops_per_token = model.flops_per_token(config.train.seq_len)
         self.model = model
         for method in config.memory:
-            method.apply(model)  # type: ignore[attr-defined]
+            method.apply(model)
         if config.train.compile:
             for block in model.blocks:
                 block.compile()

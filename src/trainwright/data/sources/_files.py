@@ -58,7 +58,7 @@ def find_files(spec: str | Sequence[str], suffixes: tuple[str, ...], key: str = 
 def _expand(entry: str, suffixes: tuple[str, ...], key: str) -> tuple[Path, list[Path]]:
     if not entry:
         raise DataError(f"{key} is an empty string; name a file, glob or folder")
-    path = Path(os.path.abspath(Path(entry).expanduser()))  # noqa: PTH100 (resolve() would follow links)
+    path = Path(os.path.abspath(Path(entry).expanduser()))
     if path.is_dir():
         files = sorted(p for p in _walk(path) if _has_suffix(p, suffixes))
         if not files:
@@ -71,7 +71,7 @@ def _expand(entry: str, suffixes: tuple[str, ...], key: str) -> tuple[Path, list
     if path.exists():
         return path.parent, [path]
     if glob.has_magic(entry):
-        matches = sorted(p for m in glob.glob(str(path), recursive=True) if (p := Path(m)).is_file())  # noqa: PTH207
+        matches = sorted(p for m in glob.glob(str(path), recursive=True) if (p := Path(m)).is_file())
         if not matches:
             raise DataError(f"{key}: no file matches the glob {entry} (looked in {Path.cwd()})")
         parts = path.parts

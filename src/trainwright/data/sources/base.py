@@ -30,9 +30,9 @@ class SourceConfig(MethodConfig):
 
     @abstractmethod
     def documents(self, split: Split, validation_fraction: float) -> Iterator[Document]:
-        """Stream one split in a fixed order. The split of a document depends on its id alone (python_stdlib: on its file),
-        so it never moves. Raises DataError naming file and line for missing, empty, binary or malformed input."""
+        """Stream one split in a fixed order. The split of a document depends on its id alone (python_stdlib: on its
+        file), so it never moves. Raises DataError naming file and line for missing, empty, binary or malformed input."""
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Cheap hash that changes when the input changes (files: path, size, mtime_ns; settings that change the output)."""
+        """Cheap hash that changes when the input changes (files: path, size, mtime_ns), or a setting that matters."""
