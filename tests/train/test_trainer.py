@@ -280,3 +280,42 @@ def test_moved_run_is_opened_evaluated_and_sampled(recipe, tmp_path):
         weights_of(trainer), {k: v for k, v in trainer.parallel.model.state_dict().items() if k in weights_of(trainer)}
     )
     assert evaluate_run(moved)["val_loss"] == pytest.approx(summary["val_loss"], rel=1e-6)
+
+
+def test_float16_overflow_lowers_the_scale_and_is_no_fault_of_the_run(recipe):
+    """A scale far too high: the first steps overflow, leave the weights alone, and the run goes on; it resumes too."""
+    data = recipe(**{"train.steps": 20, "checkpoint.every": 19, "precision": {"name": "fp16", "initial_scale": 2.0**40}})
+    trainer = Trainer(RunConfig.load(data))
+    before = weights_of(trainer)
+    rows, first = [], []
+
+    def on_step(row):
+        rows.append(row)
+        if row["step"] == 1:
+            first.append(weights_of(trainer))
+
+    trainer.fit(on_step=on_step)
+    assert_bitwise(before, first[0])
+    assert rows[0]["overflows"] == 1 and 1 < rows[-1]["overflows"] < 20
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert not [x for x in (trainer.config.run_dir / "metrics.jsonl").read_text().splitlines() if "event" in x]
+    data["train"]["steps"] = 22
+    again, more, _ = fit(data, resume=True)
+    assert again.precision.scaler.get_scale() == trainer.precision.scaler.get_scale()
+    assert more[0]["overflows"] == rows[-1]["overflows"]
+
+
+def test_another_compute_dtype_on_resume_is_said(recipe, caplog):
+    data = recipe(**{"train.steps": 2})
+    fit(data)
+    data["precision"], data["train"]["steps"] = {"name": "bf16"}, 3
+    fit(data, resume=True)
+    assert "computed in torch.float32 so far and goes on in torch.bfloat16" in caplog.text
+
+
+def test_a_skipped_step_under_float16_leaves_the_scaler_ready(recipe):
+    trainer = Trainer(RunConfig.load(recipe(**{"precision": "fp16"})))
+    trainer.monitors = [("scripted", Scripted({2: "skip"}))]
+    rows = []
+    trainer.fit(on_step=rows.append)
+    assert [r["step"] for r in rows] == [1, 2, 3, 4]

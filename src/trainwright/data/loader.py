@@ -1,275 +1,363 @@
-"""The loader: a global order of rows that depends on data and seed alone, and this rank's slice of it.
+"""The loader: a global order of rows that depends on data and settings alone, and this rank's slice of each step.
 
-The state counts rows handed out over all ranks. So a run saved on any number of ranks goes on with the next row on any
-other, and a row is seen once an epoch.
+The state counts rows that were handed out over all ranks. So a run saved on any number of ranks, with any global batch,
+goes on with the next row on any other, and each row is seen once an epoch.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from trainwright.core.batch import Batch
-from trainwright.core.errors import DataError
-from trainwright.core.seeds import derive
-from trainwright.data.batchers.base import BatcherConfig, order
+from trainwright.core.errors import ConfigError, DataError, TrainwrightError
 from trainwright.data.dataset import TokenDataset
-from trainwright.data.packing import Row, RowPlan, assemble, empty_row
+from trainwright.data.mixture import Mixture
+from trainwright.data.packing import NOTHING, Pool, Segments, assemble
+from trainwright.data.prefetch import Prefetcher
+from trainwright.data.rows import RowStream
+
+VERSION = 1
+OnChange = Literal["refuse", "new_epoch"]
+PlannedRow = tuple[str, Segments]  # name of the stream, what lies in the row
 
 
 @dataclass
-class Stream:
-    """Rows of one dataset, epoch after epoch."""
-
-    dataset: TokenDataset
-    batcher: BatcherConfig
-    seq_len: int
-    pad_id: int
-    seed: int
-    shuffle: bool = True
-    _plan: RowPlan | None = field(default=None, repr=False)
-    _epoch: int = field(default=-1, repr=False)
-    _rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64), repr=False)  # order of the plan's rows
-
-    def plan(self, epoch: int) -> RowPlan:
-        if epoch != self._epoch or self._plan is None:
-            seed = derive(self.seed, self.dataset.name, epoch) if self.shuffle else None
-            self._plan, self._epoch = self.batcher.plan(self.dataset.lengths, self.seq_len, seed), epoch
-            # Rows are shuffled as well as documents: the rows of one long document would else make up a batch alone.
-            self._rows = order(self._plan.num_rows, None if seed is None else derive(seed, "rows"))
-        return self._plan
-
-    def row(self, epoch: int, index: int) -> Row:
-        segments = self.plan(epoch).segments(int(self._rows[index]))
-        return assemble(self.dataset, segments, self.seq_len, self.pad_id)
-
-
-class Order(Protocol):
-    """A global order of rows: where it is (JSON), and the places of the next rows."""
+class _Place:
+    """Where the loader is after a step."""
 
     position: dict[str, Any]
-
-    def advance(self) -> tuple[int, int, int]:
-        """(stream, epoch, row) of the next row; moves on."""
-
-    @property
-    def epoch(self) -> float: ...
+    epoch: float
 
 
-class OnePool:
-    """All rows of one stream, then the next epoch's."""
+class _Planner:
+    """What lies in this rank's rows of the next step. Every rank plans the same global steps."""
 
-    def __init__(self, stream: Stream):
-        self.stream = stream
-        self.position: dict[str, Any] = {"epoch": 0, "row": 0}
+    def __init__(self, mixture: Mixture, global_rows: int, rank: int, world_size: int, max_rows: int | None):
+        self.mixture, self.global_rows, self.max_rows = mixture, global_rows, max_rows
+        self.rank, self.world_size = rank, world_size
+        self.local_rows = -(-global_rows // world_size)
 
-    def advance(self) -> tuple[int, int, int]:
-        epoch, row = self.position["epoch"], self.position["row"]
-        if row >= self.stream.plan(epoch).num_rows:
-            epoch, row = epoch + 1, 0
-        self.position = {"epoch": epoch, "row": row + 1}
-        return 0, epoch, row
+    def place(self) -> _Place:
+        return _Place(self.mixture.position(), self.mixture.epoch)
 
-    @property
-    def epoch(self) -> float:
-        return self.position["epoch"] + self.position["row"] / self.stream.plan(self.position["epoch"]).num_rows
+    def step(self) -> tuple[list[PlannedRow], _Place]:
+        """This rank's rows and the place behind the step. Raises StopIteration behind the last row."""
+        count = self.global_rows
+        if self.max_rows is not None:
+            count = min(count, self.max_rows - self.mixture.rows)
+            if count <= 0:
+                raise StopIteration
+        refs = self.mixture.take(count)
+        mine = refs[self.rank * count // self.world_size : (self.rank + 1) * count // self.world_size]
+        rows: list[PlannedRow] = []
+        at = 0
+        while at < len(mine):
+            name, epoch, _ = mine[at]
+            run = at + 1
+            while run < len(mine) and mine[run][:2] == (name, epoch):
+                run += 1
+            segments = self.mixture.streams[name].segments(epoch, [ref.row for ref in mine[at:run]])
+            rows += [(name, s) for s in segments]
+            at = run
+        filler = (next(iter(self.mixture.streams)), NOTHING)
+        rows += [filler] * (self.local_rows - len(rows))
+        return rows, self.place()
 
 
-class Mixture:
-    """Rows of several streams in fixed shares: the next row comes from the stream that is furthest behind its share.
+class _Failure:
+    """An error of ours on its way out of a worker process, to be raised as it is."""
 
-    The state holds a place per source by name, so shares may change in mid-run and each source goes on where it was.
-    """
+    def __init__(self, error: TrainwrightError):
+        self.error = error
 
-    def __init__(self, streams: Sequence[Stream], weights: Sequence[float]):
-        total = sum(weights)
-        self.streams, self.shares = list(streams), [w / total for w in weights]
-        self.position: dict[str, Any] = {
-            "rows": 0, "sources": {s.dataset.name: {"epoch": 0, "row": 0, "taken": 0} for s in self.streams}
-        }  # fmt: skip
 
-    def advance(self) -> tuple[int, int, int]:
-        at = self.position
-        sources = {**at["sources"]}
-        names = [s.dataset.name for s in self.streams]
-        for name in names:
-            sources.setdefault(name, {"epoch": 0, "row": 0, "taken": 0})
-        behind = [
-            share * (at["rows"] + 1) - sources[name]["taken"] for share, name in zip(self.shares, names, strict=True)
-        ]
-        i = int(np.argmax(behind))
-        here = sources[names[i]]
-        epoch, row = here["epoch"], here["row"]
-        if row >= self.streams[i].plan(epoch).num_rows:
-            epoch, row = epoch + 1, 0
-        sources[names[i]] = {"epoch": epoch, "row": row + 1, "taken": here["taken"] + 1}
-        self.position = {"rows": at["rows"] + 1, "sources": sources}
-        return i, epoch, row
+class _Assembler(torch.utils.data.Dataset[Any]):
+    """Planned rows to tensors; also the dataset that worker processes get."""
 
-    def rebase(self) -> None:
-        """Begin to count shares anew, after the shares have changed."""
-        sources = {name: {**s, "taken": 0} for name, s in self.position["sources"].items()}
-        self.position = {"rows": 0, "sources": sources}
+    def __init__(self, streams: Mapping[str, RowStream], pad_id: int):
+        self.datasets: dict[str, TokenDataset] = {name: s.dataset for name, s in streams.items()}
+        self.seq_len, self.pad_id = next(iter(streams.values())).seq_len, pad_id
 
-    @property
-    def epoch(self) -> float:
-        sources = self.position["sources"]
-        return min(
-            sources[s.dataset.name]["epoch"]
-            + sources[s.dataset.name]["row"] / s.plan(sources[s.dataset.name]["epoch"]).num_rows
-            for s in self.streams
+    def batch(self, rows: Sequence[PlannedRow]) -> Batch:
+        return assemble([(self.datasets[name], s) for name, s in rows], self.seq_len, self.pad_id)
+
+    def __getitems__(self, rows: Sequence[PlannedRow]) -> dict[str, torch.Tensor] | _Failure:
+        try:
+            return {k: v for k, v in vars(self.batch(rows)).items() if k != "extras"}
+        except TrainwrightError as error:
+            return _Failure(error)
+
+
+def _as_is(value: Any) -> Any:
+    return value
+
+
+class _Steps:
+    """The planned steps, drawn by a torch DataLoader for its workers; the places behind them wait in order."""
+
+    def __init__(self, planner: _Planner):
+        self.planner, self.places = planner, deque[_Place]()
+
+    def __iter__(self) -> Iterator[list[PlannedRow]]:
+        while True:
+            try:
+                rows, place = self.planner.step()
+            except StopIteration:
+                return
+            self.places.append(place)
+            yield rows
+
+
+class _Workers:
+    """Assembles steps in worker processes, ahead of :meth:`get`, in order."""
+
+    def __init__(self, planner: _Planner, assembler: _Assembler, workers: int, prefetch: int, pin_memory: bool):
+        self._steps = _Steps(planner)
+        loader = torch.utils.data.DataLoader(
+            assembler,
+            batch_sampler=self._steps,  # type: ignore[arg-type]
+            collate_fn=_as_is,
+            num_workers=workers,
+            generator=torch.Generator(),  # else it draws from the global one, and training draws other numbers
+            prefetch_factor=max(prefetch, 1),
+            pin_memory=pin_memory,
         )
+        self._iterator: Any = iter(loader)
 
+    def get(self) -> tuple[Batch, _Place]:
+        got = next(self._iterator)
+        if isinstance(got, _Failure):
+            raise got.error
+        return Batch(**got), self._steps.places.popleft()
 
-def make_batch(rows: Sequence[Row]) -> Batch:
-    def stack(name: str) -> torch.Tensor:
-        return torch.from_numpy(np.stack([getattr(r, name) for r in rows]))
-
-    return Batch(stack("tokens"), stack("targets"), stack("weights"), stack("positions"), stack("doc_ids"))
+    def close(self) -> None:
+        self._iterator = None  # ends the processes
 
 
 class Loader:
-    """Global batches of ``global_rows`` rows; this rank gets rows ``rank * n : (rank + 1) * n``, ``n = ceil(global / world)``.
+    """Global batches of ``global_batch_rows`` rows over named streams; each rank gets its contiguous share of them.
 
-    Where the rows don't divide evenly the last ranks are filled up with rows of weight 0, so that all ranks have the
-    same number of rows and every global row is seen once.
+    Every rank gets ``ceil(global_batch_rows / world_size)`` rows, so that all make the same number of forward passes.
+    Where that does not divide evenly, ranks that have a row less get a row of padding with weight 0; each row of the
+    global batch is on one rank. ``world_size`` above ``global_batch_rows`` is a ConfigError.
+
+    streams, weights   as for :class:`~trainwright.data.mixture.Mixture`
+    prefetch           steps made ahead by a background thread; 0 makes them when asked for
+    workers            processes that assemble steps instead of that thread, ``prefetch`` steps ahead each; for datasets
+                       whose ``tokens`` is slow. The batches are the same.
+    pin_memory         page-locked tensors, for copies to a GPU; None: if there is one
+    max_rows           rows after which the loader ends (StopIteration); the last step is filled up with padding rows
+    on_change          what :meth:`load_state_dict` does when the data or a setting that decides the order of rows
+                       differs: refuse, or begin a new epoch in the order as it is now
     """
 
     def __init__(
         self,
-        streams: Sequence[Stream],
-        weights: Sequence[float] | None,
-        global_rows: int,
+        streams: Mapping[str, RowStream],
+        weights: Mapping[str, float] | None = None,
+        *,
+        global_batch_rows: int,
         rank: int = 0,
         world_size: int = 1,
+        pad_id: int = 0,
         prefetch: int = 2,
+        workers: int = 0,
+        pin_memory: bool | None = None,
+        max_rows: int | None = None,
+        on_change: OnChange = "refuse",
     ):
-        self.streams = list(streams)
-        self.global_rows, self.rank, self.world_size, self.prefetch = global_rows, rank, world_size, prefetch
-        self.weights = None if weights is None else list(weights)
-        self._order: OnePool | Mixture = OnePool(self.streams[0]) if weights is None else Mixture(self.streams, weights)
-        self._delivered = self._order.position
-        self._epoch = 0.0
-        self._queue: queue.Queue[Any] | None = None
-        self._thread: threading.Thread | None = None
-        self._stop = threading.Event()
+        if global_batch_rows < world_size:
+            raise ConfigError(
+                f"is fewer than the {world_size} ranks that share a global batch; use at least {world_size}",
+                key="global_batch_rows",
+                value=global_batch_rows,
+            )
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"should be in 0..{world_size - 1}", key="rank", value=rank)
+        self.mixture = Mixture(streams, weights)
+        self.global_batch_rows, self.rank, self.world_size = global_batch_rows, rank, world_size
+        self.prefetch, self.workers, self.on_change = prefetch, workers, on_change
+        self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
+        self._mixed = weights is not None
+        self._planner = _Planner(self.mixture, global_batch_rows, rank, world_size, max_rows)
+        self._assembler = _Assembler(self.mixture.streams, pad_id)
+        self._delivered = _Place(self.mixture.position(), 0.0)
+        self._ahead: Prefetcher[tuple[Batch, _Place]] | _Workers | None = None
+        self._end_ahead: weakref.finalize[Any, Any] | None = None
 
-    # -- what comes next ----------------------------------------------------------------------------------------
-
-    def _make(self) -> tuple[Batch, dict[str, Any], float]:
-        local = -(-self.global_rows // self.world_size)
-        mine = range(self.rank * local, min((self.rank + 1) * local, self.global_rows))
-        rows = []
-        for i in range(self.global_rows):
-            stream, epoch, row = self._order.advance()
-            if i in mine:
-                rows.append(self.streams[stream].row(epoch, row))
-        first = self.streams[0]
-        rows += [empty_row(first.seq_len, first.pad_id)] * (local - len(rows))
-        return make_batch(rows), self._order.position, self._order.epoch
+    # -- batches ------------------------------------------------------------------------------------------------
 
     def next_batch(self) -> Batch:
-        """This rank's rows of the next global batch. Raises what reading the data raised."""
-        if self.prefetch < 1:
-            batch, self._delivered, self._epoch = self._make()
-            return batch
-        if self._thread is None:
-            self._start()
-        assert_queue = self._queue
-        if assert_queue is None:
-            raise DataError("the loader is closed")
-        item = assert_queue.get()
-        if isinstance(item, BaseException):
+        """This rank's rows of the next step, on the CPU.
+
+        Raises what reading the data raised (the next call tries the same step again) and StopIteration behind
+        ``max_rows``.
+        """
+        try:
+            if self._ahead is None and (self.workers or self.prefetch):
+                self._start()
+            batch, place = self._ahead.get() if self._ahead is not None else _make(self._parts())
+        except BaseException:
             self.close()
-            raise item
-        batch, self._delivered, self._epoch = item
+            raise
+        self._delivered = place
         return batch
 
+    def __next__(self) -> Batch:
+        return self.next_batch()
+
     def __iter__(self) -> Iterator[Batch]:
-        while True:
-            yield self.next_batch()
+        return self
+
+    def _parts(self) -> tuple[_Planner, _Assembler, bool]:
+        return self._planner, self._assembler, self.pin_memory
+
+    def _start(self) -> None:
+        if self.workers:
+            self._ahead = _Workers(self._planner, self._assembler, self.workers, self.prefetch, self.pin_memory)
+        else:
+            parts = self._parts()  # not self: a loader that nobody holds any more should end its thread
+            self._ahead = Prefetcher(lambda: _make(parts), self.prefetch)
+        self._end_ahead = weakref.finalize(self, self._ahead.close)
+
+    def close(self) -> None:
+        """End thread and processes. What was made ahead and not handed out is made again if the loader goes on."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+        if self._end_ahead is not None:
+            self._end_ahead.detach()
+        self.mixture.set_position(self._delivered.position)
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- where it is --------------------------------------------------------------------------------------------
+
+    @property
+    def rows(self) -> int:
+        """Rows handed out so far, over all ranks."""
+        return int(self._delivered.position["rows"])
 
     @property
     def epoch(self) -> float:
-        """Passes over the data so far, with fraction."""
-        return self._epoch
+        """Passes over the data so far, with fraction; of a mixture, the mean over its rows."""
+        return self._delivered.epoch
 
-    # -- prefetching --------------------------------------------------------------------------------------------
-
-    def _start(self) -> None:
-        self._stop = threading.Event()
-        self._queue = queue.Queue(maxsize=self.prefetch)
-        self._thread = threading.Thread(target=self._work, args=(self._queue, self._stop), daemon=True, name="loader")
-        self._thread.start()
-
-    def _work(self, out: queue.Queue[Any], stop: threading.Event) -> None:
-        while not stop.is_set():
-            try:
-                item: Any = self._make()
-            except BaseException as error:  # handed over to the training thread
-                item = error
-            while not stop.is_set():
-                try:
-                    out.put(item, timeout=0.1)
-                    break
-                except queue.Full:
-                    continue
-            if isinstance(item, BaseException):
-                return
-
-    def close(self) -> None:
-        """End the prefetching; what was not handed out is made again later."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-        self._thread = self._queue = None
-        self._order.position = self._delivered
-
-    # -- state --------------------------------------------------------------------------------------------------
-
-    def _must_match(self) -> dict[str, Any]:
-        first = self.streams[0]
+    def _settings(self) -> dict[str, Any]:
+        first = next(iter(self.mixture.streams.values()))
         return {
-            "seq_len": first.seq_len,
             "seed": first.seed,
+            "seq_len": first.seq_len,
             "shuffle": first.shuffle,
             "batcher": first.batcher.model_dump(mode="json"),
-            "mixed": self.weights is not None,
+            "mixed by weights": self._mixed,
+        }
+
+    def _data(self) -> dict[str, Any]:
+        return {
+            name: {
+                "fingerprint": stream.dataset.fingerprint,
+                "parts": {part: _describe(d) for part, d in _parts_of(name, stream.dataset).items()},
+            }
+            for name, stream in self.mixture.streams.items()
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON values, the same on every rank; of what was handed out, not of what is prefetched."""
-        data = {s.dataset.name: s.dataset.fingerprint for s in self.streams}
-        return {"position": self._delivered, "settings": self._must_match(), "data": data, "weights": self.weights}
+        """Plain JSON values, small and the same on every rank; of what was handed out, not of what was made ahead."""
+        return {
+            "version": VERSION,
+            "position": self._delivered.position,
+            "settings": self._settings(),
+            "data": self._data(),
+        }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``. Raises DataError naming what differs in the data or the order of its rows."""
+    def load_state_dict(self, state: Mapping[str, Any], on_change: OnChange | None = None) -> None:
+        """Go on behind the rows that ``state`` counts, on this loader's ranks and global batch.
+
+        When data or settings differ so that the order of rows is another one: DataError naming each difference, or with
+        ``on_change="new_epoch"`` a new epoch of what differs. Weights, and in a mixture the set of sources, may
+        change: each source goes on where it was, a new one begins.
+        """
+        if not isinstance(state, Mapping) or state.get("version") != VERSION:
+            raise DataError("the loader's state in the checkpoint is damaged or was written by another version")
         self.close()
-        now = self.state_dict()
-        different = [
-            f"{key} was {state['settings'].get(key)!r}, is {value!r}"
-            for key, value in now["settings"].items()
+        settings = self._settings()
+        changes = [
+            f"{key} was {state['settings'].get(key)!r} and is {value!r}"
+            for key, value in settings.items()
             if state["settings"].get(key) != value
         ]
-        for name, fingerprint in state["data"].items():
-            if name not in now["data"]:
-                if not now["settings"]["mixed"]:
-                    different.append(f"source {name} is gone")
-            elif now["data"][name] != fingerprint:
-                different.append(f"the content of source {name} changed")
-        if different:
+        position, changed_streams = self._carry_over(state)
+        changes += [line for lines in changed_streams.values() for line in lines]
+        if changes and (on_change or self.on_change) == "refuse":
             raise DataError(
-                f"the run cannot go on in its data: {'; '.join(different)}. Restore the data and settings, "
-                "or start a new run from the weights"
+                f"the run cannot go on in its data, whose order of rows is another one now: {'; '.join(changes)}. "
+                "Restore that, set data.on_change=new_epoch to begin a new epoch in the new order, or start a new run "
+                "from the weights"
             )
-        self._delivered = self._order.position = state["position"]
-        if isinstance(self._order, Mixture) and state["weights"] != self.weights:
-            self._order.rebase()
-            self._delivered = self._order.position
-        self._epoch = self._order.epoch
+        self.mixture.set_position(position)
+        all_changed = settings != state["settings"]
+        for name in self.mixture.streams if all_changed else changed_streams:
+            self.mixture.restart(name)
+        self._delivered = self._planner.place()
+
+    def _carry_over(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[str]]]:
+        """The saved position under today's names of the sources, and per source what changed in it."""
+        saved, now = state["data"], self._data()
+        old_sources, old_shares = state["position"]["sources"], state["position"]["shares"]
+        same = {name for name in now if name in saved and saved[name]["fingerprint"] == now[name]["fingerprint"]}
+        # A source under another name (its folder was moved) is known by its content.
+        by_content = {data["fingerprint"]: name for name, data in saved.items() if name not in same}
+        came_from: dict[str, str] = {}
+        changes: dict[str, list[str]] = {}
+        for name, data in now.items():
+            if name in same:
+                came_from[name] = name
+            elif data["fingerprint"] in by_content:
+                came_from[name] = by_content.pop(data["fingerprint"])
+            elif name in saved:
+                came_from[name] = name
+                changes[name] = _differences(saved[name]["parts"], data["parts"])
+        kept = {old: old for old in old_sources if old not in came_from.values() and old not in now}
+        names = came_from | kept
+        sources = {name: dict(old_sources[old]) for name, old in names.items() if old in old_sources}
+        shares = {name: old_shares[old] for name, old in names.items() if old in old_shares}
+        return {**state["position"], "sources": sources, "shares": shares}, changes
+
+
+def _make(parts: tuple[_Planner, _Assembler, bool]) -> tuple[Batch, _Place]:
+    planner, assembler, pin_memory = parts
+    rows, place = planner.step()
+    batch = assembler.batch(rows)
+    if pin_memory:
+        batch = Batch(**{k: v.pin_memory() for k, v in vars(batch).items() if k != "extras"})
+    return batch, place
+
+
+def _parts_of(name: str, dataset: TokenDataset) -> Mapping[str, TokenDataset]:
+    return dataset.parts if isinstance(dataset, Pool) else {name: dataset}
+
+
+def _describe(dataset: TokenDataset) -> dict[str, Any]:
+    return {"fingerprint": dataset.fingerprint, "documents": dataset.num_docs, "tokens": dataset.num_tokens}
+
+
+def _differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What changed between two descriptions of a stream's parts, one line each."""
+    out = [f"source {name} is gone" for name in was if name not in now]
+    out += [f"source {name} is new" for name in now if name not in was]
+    for name in was:
+        if name in now and was[name]["fingerprint"] != now[name]["fingerprint"]:
+            sizes = [f"{x['documents']} documents with {x['tokens']} tokens" for x in (was[name], now[name])]
+            out.append(f"the content of source {name} changed ({sizes[0]} then, {sizes[1]} now)")
+    return out or ["the order of the sources changed"]

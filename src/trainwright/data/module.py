@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import numpy as np
-import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from trainwright.core.batch import Batch
-from trainwright.core.distributed import barrier, rank
-from trainwright.core.errors import ConfigError, DataError
+from trainwright.core.distributed import broadcast_object, rank, world_size
+from trainwright.core.errors import ConfigError, DataError, TrainwrightError, nearest
 from trainwright.core.hardware import cache_dir as default_cache_dir
 from trainwright.core.registry import MethodConfig, Slot
 from trainwright.data.batchers.base import BatcherConfig
-from trainwright.data.batchers.packed import PackedConfig
 from trainwright.data.dataset import TokenDataset
-from trainwright.data.loader import Loader, Stream, make_batch
-from trainwright.data.packing import Pool, empty_row
+from trainwright.data.loader import Loader, OnChange
+from trainwright.data.packing import Pool, unique_names
+from trainwright.data.rows import RowStream
 from trainwright.data.sources.base import SourceConfig
 from trainwright.data.tokenize import TrainingCorpus, tokenize_source
 from trainwright.data.tokenizers.base import Tokenizer, TokenizerConfig
+from trainwright.data.validation import validation_batches
+
+T = TypeVar("T")
 
 
 class DataConfig(BaseModel):
@@ -38,11 +42,34 @@ class DataConfig(BaseModel):
         cast(BatcherConfig, {"name": "packed"}), description="How documents are laid out in rows."
     )
     validation_fraction: float = Field(
-        0.02, ge=0, lt=0.5, description="Share of the documents held out for validation."
+        0.02, ge=0, lt=0.5, description="Share of the documents held out for validation; 0: no validation."
     )
     cache_dir: Path | None = Field(None, description="Folder of tokenized data; null: the user's cache.")
-    shuffle: bool = Field(True, description="Shuffle documents anew each epoch.")
-    prefetch: NonNegativeInt = Field(2, description="Batches made ahead by a background thread; 0: none.")
+    shuffle: bool = Field(True, description="Shuffle documents and rows anew each epoch.")
+    prefetch: NonNegativeInt = Field(2, description="Steps made ahead in the background; 0: made when asked for.")
+    workers: NonNegativeInt = Field(
+        0, description="Processes that assemble rows, for data that is slow to read; 0: a thread of the trainer's."
+    )
+    num_proc: PositiveInt = Field(1, description="Processes that tokenize.")
+    on_change: OnChange = Field(
+        "refuse",
+        description="Resuming when the data or the order of its rows changed: refuse, or new_epoch to begin one in it.",
+    )
+
+    @field_validator("sources")
+    @classmethod
+    def _some(cls, sources: list[SourceConfig]) -> list[SourceConfig]:
+        if not sources:
+            raise ValueError("is empty; name at least one source, or leave it out for python_stdlib")
+        return sources
+
+    @model_validator(mode="after")
+    def _all_or_no_weights(self) -> DataConfig:
+        weights = [s.weight for s in self.sources]
+        if None in weights and any(w is not None for w in weights):
+            missing = weights.index(None)
+            raise ValueError(f"sources.{missing} has no weight but others have; give one to every source or to none")
+        return self
 
     def cache(self) -> Path:
         return self.cache_dir or default_cache_dir()
@@ -54,19 +81,35 @@ def build_tokenizer(config: DataConfig, spec: MethodConfig) -> Tokenizer:
     return _main_first(lambda: cast(TokenizerConfig, spec).build(corpus, config.cache()))
 
 
-def _main_first(work: Callable[[], Any]) -> Any:
-    """Run ``work`` on rank 0 and then, with what it left in the cache, on the others."""
-    result = None
-    try:
-        if rank() == 0:
+def _main_first(work: Callable[[], T]) -> T:
+    """Run ``work`` on rank 0 and then, with what it left in the cache, on the others. If rank 0 fails, all do."""
+    if world_size() == 1:
+        return work()
+    result: T | None = None
+    failed: BaseException | None = None
+    if rank() == 0:
+        try:
             result = work()
-    finally:
-        barrier()
-    return result if rank() == 0 else work()
+        except BaseException as error:  # told to the other ranks, which would else wait, and raised again below
+            failed = error
+        told = failed if failed is None or isinstance(failed, TrainwrightError) else RuntimeError(f"rank 0: {failed!r}")
+        broadcast_object(told)
+        if failed is not None:
+            raise failed
+        return cast(T, result)
+    told = broadcast_object(None)
+    if told is not None:
+        raise told
+    return work()
 
 
 class DataModule:
-    """Tokenized training and validation documents of a run."""
+    """Tokenized training and validation documents of a run, and what is made of them.
+
+    ``train`` and ``validation`` map source names to their documents. Without weights all training documents form one
+    pool, each seen once an epoch; with them rows are drawn per source in those shares.
+    Raises DataError when there is nothing to train on, ConfigError for settings that do not fit.
+    """
 
     def __init__(
         self,
@@ -74,90 +117,144 @@ class DataModule:
         tokenizer: Tokenizer,
         train: list[TokenDataset],
         validation: list[TokenDataset],
+        *,
         seq_len: int,
         seed: int,
-        rank: int,
-        world_size: int,
+        rank: int = 0,
+        world_size: int = 1,
     ):
         self.config, self.tokenizer = config, tokenizer
-        self.train, self.validation = train, validation
+        self.train, self.validation = unique_names(train), unique_names(validation)
         self.seq_len, self.seed, self.rank, self.world_size = seq_len, seed, rank, world_size
-        weights = [s.weight for s in config.sources]
-        if any(w is not None for w in weights) and not all(w is not None for w in weights):
-            raise ConfigError("give a weight to every source or to none", key="data.sources")
-        self.weights = None if None in weights else [float(cast(float, w)) for w in weights]
-        if not sum(d.num_docs for d in train):
+        if not sum(d.num_tokens for d in train):
             raise DataError(
                 "the training split holds no document; give more data or a smaller data.validation_fraction"
             )
+        weights = [s.weight for s in config.sources]
+        self.weights: dict[str, float] | None = None
+        if None not in weights:
+            self.weights = {n: float(cast(float, w)) for n, w in zip(self.train, weights, strict=True)}
+        # Rows and their order are functions of these, so loader and figures may share them.
+        self.streams = {
+            name: RowStream(dataset, config.batcher, seq_len, seed, config.shuffle)
+            for name, dataset in self._training_sets().items()
+        }
+        if self.trained_share == 0:
+            raise DataError(
+                "no token of the training data is trained on: every loss weight is 0. Check the mask (a chat template "
+                "needs generation markers) or train on all tokens"
+            )
 
-    def streams(self) -> list[Stream]:
-        pools: list[TokenDataset] = [Pool(self.train)] if self.weights is None else list(self.train)
-        empty = [p.name for p in pools if not p.num_docs]
-        if empty:
-            raise DataError(f"source {empty[0]} has no training document; take it out or give it data")
-        return [
-            Stream(p, self.config.batcher, self.seq_len, self.tokenizer.pad_id, self.seed, self.config.shuffle)
-            for p in pools
-        ]
+    def _training_sets(self) -> dict[str, TokenDataset]:
+        if self.weights is not None:
+            return self.train
+        parts = list(self.train.items())
+        if self.config.shuffle:
+            parts.sort(key=lambda item: item[1].fingerprint)  # the order in the recipe should not matter
+        return {"pool": Pool(dict(parts))}
 
-    def train_loader(self, global_rows: int) -> Loader:
-        return Loader(self.streams(), self.weights, global_rows, self.rank, self.world_size, self.config.prefetch)
+    def train_loader(self, global_batch_rows: int, max_rows: int | None = None) -> Loader:
+        """This rank's loader; it ends after ``max_rows`` rows over all ranks (None: never)."""
+        return Loader(
+            self.streams,
+            self.weights,
+            global_batch_rows=global_batch_rows,
+            rank=self.rank,
+            world_size=self.world_size,
+            pad_id=self.tokenizer.pad_id,
+            prefetch=self.config.prefetch,
+            workers=self.config.workers,
+            max_rows=max_rows,
+            on_change=self.config.on_change,
+        )
+
+    def validation_batches(
+        self, batch_rows: int, max_tokens: int | None = None, source: str | None = None
+    ) -> Iterator[Batch]:
+        """This rank's part of a fixed set of packed rows; see :func:`trainwright.data.validation.validation_batches`.
+
+        ``source`` limits it to one of the sources. There is no batch when ``validation_tokens`` is 0.
+        """
+        if source is not None and source not in self.validation:
+            raise ConfigError(f"no such source; {nearest(source, self.validation)}", key="source", value=source)
+        parts = self.validation if source is None else {source: self.validation[source]}
+        return validation_batches(
+            Pool(dict(sorted(parts.items(), key=lambda item: item[1].fingerprint))),
+            seq_len=self.seq_len,
+            pad_id=self.tokenizer.pad_id,
+            batch_rows=batch_rows,
+            rank=self.rank,
+            world_size=self.world_size,
+            max_tokens=max_tokens,
+            token_bytes=self.tokenizer.token_byte_lengths(),
+        )
+
+    # -- figures ------------------------------------------------------------------------------------------------
 
     @property
+    def fingerprint(self) -> str:
+        """Hash of all documents of both splits."""
+        parts = sorted(d.fingerprint for d in (*self.train.values(), *self.validation.values()))
+        return hashlib.blake2b("+".join(parts).encode(), digest_size=16).hexdigest()
+
+    @cached_property
     def rows_per_epoch(self) -> int:
-        return sum(s.plan(0).num_rows for s in self.streams())
+        return sum(s.num_rows(0) for s in self.streams.values())
 
     @property
     def train_tokens(self) -> int:
-        return sum(d.num_tokens for d in self.train)
+        return sum(d.num_tokens for d in self.train.values())
 
     @property
     def validation_tokens(self) -> int:
-        return sum(d.num_tokens for d in self.validation)
+        return sum(d.num_tokens for d in self.validation.values())
 
-    def validation_batches(self, batch_rows: int, max_tokens: int | None) -> Iterator[Batch]:
-        """A fixed set of packed rows of about ``max_tokens`` tokens, split over the ranks.
-
-        Every rank gets the same number of batches (filled up with rows of weight 0).
-        ``extras["target_bytes"]`` int32 ``[B, T]`` counts the bytes of each trained target.
-        """
-        pool = Pool(self.validation)
-        if not pool.num_docs:
-            return
-        # A fixed shuffle: a limited number of rows should not be the first documents only.
-        stream = Stream(pool, PackedConfig(), self.seq_len, self.tokenizer.pad_id, seed=0)
-        rows = stream.plan(0).num_rows
-        if max_tokens is not None:
-            rows = min(rows, max(1, max_tokens // self.seq_len))
-        lengths = torch.from_numpy(np.asarray(self.tokenizer.token_byte_lengths(), dtype=np.int32))
-        per_step = batch_rows * self.world_size
-        for start in range(0, rows, per_step):
-            wanted = range(start + self.rank * batch_rows, start + (self.rank + 1) * batch_rows)
-            arrays = [
-                stream.row(0, i) if i < rows else empty_row(self.seq_len, self.tokenizer.pad_id)
-                for i in wanted
-                if i < rows or self.world_size > 1
-            ]
-            if not arrays:
-                return
-            batch = make_batch(arrays)
-            batch.extras["target_bytes"] = lengths[batch.targets] * (batch.weights > 0)
-            yield batch
+    @cached_property
+    def trained_share(self) -> float:
+        """Share of the training tokens that are targets with a weight above 0; of large masked data an estimate."""
+        return sum(_trained_tokens(d) for d in self.train.values()) / self.train_tokens
 
     def summary(self) -> dict[str, Any]:
-        """Figures for a person: documents, tokens, rows, shares of padding and of trained tokens."""
-        rows = self.rows_per_epoch
-        slots = rows * self.seq_len
-        docs = sum(d.num_docs for d in self.train)
+        """Figures for a person: documents, tokens, bytes (None where the data does not say), rows, shares of padding
+        and of trained tokens, and what each source has."""
+        sizes = [getattr(d, "num_bytes", None) for d in self.train.values()]
         return {
-            "documents": docs,
+            "documents": sum(d.num_docs for d in self.train.values()),
             "train_tokens": self.train_tokens,
+            "train_bytes": None if None in sizes else sum(cast(list[int], sizes)),
+            "validation_documents": sum(d.num_docs for d in self.validation.values()),
             "validation_tokens": self.validation_tokens,
-            "rows_per_epoch": rows,
-            "padding_share": 1 - self.train_tokens / slots,
-            "trained_share": (self.train_tokens - docs) / self.train_tokens,
+            "rows_per_epoch": self.rows_per_epoch,
+            "padding_share": 1 - self.train_tokens / (self.rows_per_epoch * self.seq_len),
+            "trained_share": self.trained_share,
+            "sources": {
+                name: {
+                    "documents": d.num_docs,
+                    "tokens": d.num_tokens,
+                    "weight": None if self.weights is None else self.weights[name],
+                }
+                for name, d in self.train.items()
+            },
         }
+
+
+def _trained_tokens(dataset: TokenDataset, most_docs: int = 4096) -> float:
+    """Targets of weight > 0 in an epoch. Masks are read of ``most_docs`` evenly spaced documents, and of all if none of
+    those has a trained token."""
+    some = np.unique(np.linspace(0, dataset.num_docs - 1, min(most_docs, dataset.num_docs), dtype=np.int64))
+    for docs in (some, np.arange(dataset.num_docs)):
+        trained, seen, masked = 0, 0, False
+        for doc in docs.tolist():
+            length = int(dataset.lengths[doc])
+            given = dataset.loss_weights(doc, 1, length) if length > 1 else None
+            masked |= given is not None
+            trained += max(length - 1, 0) if given is None else int(np.count_nonzero(given))
+            seen += length
+        if not masked:
+            return dataset.num_tokens - int(np.count_nonzero(dataset.lengths))
+        if trained:
+            return trained / seen * dataset.num_tokens
+    return 0.0
 
 
 def build_data(
@@ -168,13 +265,19 @@ def build_data(
     seed: int,
     rank: int = 0,
     world_size: int = 1,
-    progress: Callable[..., None] | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> DataModule:
-    """Tokenize the sources (or map what is cached) and return the run's data. Raises DataError, ConfigError."""
+    """Tokenize the sources (or map what is cached) and return the run's data. Rank 0 of all goes first.
 
-    def tokenize() -> list[list[TokenDataset]]:
-        return [
-            [
+    ``rank`` and ``world_size`` are those of data parallelism: ranks that share rows (tensor parallelism) pass the
+    same. ``progress`` gets the UTF-8 bytes of text tokenized so far in the source at hand. Raises DataError and
+    ConfigError.
+    """
+
+    def tokenize() -> Mapping[str, list[TokenDataset]]:
+        out: dict[str, list[TokenDataset]] = {}
+        for split in ("train", "validation"):
+            out[split] = [
                 tokenize_source(
                     source,
                     tokenizer,
@@ -182,13 +285,14 @@ def build_data(
                     validation_fraction=config.validation_fraction,
                     cache_dir=config.cache(),
                     progress=progress,
+                    num_proc=config.num_proc,
                 )
                 for source in config.sources
             ]
-            for split in ("train", "validation")
-        ]
+        return out
 
-    if not config.sources:
-        raise ConfigError("is empty; name at least one source", key="data.sources")
-    train, validation = _main_first(tokenize)
-    return DataModule(config, tokenizer, train, validation, seq_len, seed, rank, world_size)
+    data = _main_first(tokenize)
+    return DataModule(
+        config, tokenizer, data["train"], data["validation"],
+        seq_len=seq_len, seed=seed, rank=rank, world_size=world_size,
+    )  # fmt: skip

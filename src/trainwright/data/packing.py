@@ -1,100 +1,120 @@
-"""From tokenized documents to rows: who lies where, and the arrays of a row.
+"""From tokenized documents to rows: who lies where, and the arrays of the rows.
 
 A row is a list of segments, stretches of documents. Position i of a segment has token i+1 of the same document as its
-target, also when that one lies on the next row; the last token of a document has none and weight 0. So each token of the
-corpus is a target exactly once an epoch, except the first of each document.
+target, also when that one lies on another row; the last token of a document has none and weight 0. So each token of the
+corpus is an input exactly once an epoch, and a target exactly once except the first of each document.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+import hashlib
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 
+from trainwright.core.batch import Batch
+from trainwright.core.errors import DataError
 from trainwright.data.dataset import TokenDataset
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Tokens ``start:stop`` of document ``doc``."""
+class Segments(NamedTuple):
+    """The content of a row: tokens ``starts[i]:stops[i]`` of document ``docs[i]``, int64 ``[n]`` each."""
 
-    doc: int
-    start: int
-    stop: int
+    docs: np.ndarray
+    starts: np.ndarray
+    stops: np.ndarray
+
+
+NOTHING = Segments(*(np.zeros(0, np.int64) for _ in range(3)))  # a row of padding alone
 
 
 class RowPlan(Protocol):
-    """The rows of one epoch."""
+    """The rows of one epoch, each readable at any time."""
 
     num_rows: int
 
-    def segments(self, row: int) -> list[Segment]: ...
-
-
-@dataclass
-class Row:
-    """One row's arrays ``[T]``: int64 tokens, targets, positions; float32 weights; int32 doc_ids."""
-
-    tokens: np.ndarray
-    targets: np.ndarray
-    weights: np.ndarray
-    positions: np.ndarray
-    doc_ids: np.ndarray
+    def segments(self, row: int) -> Segments: ...
 
 
 class Pool(TokenDataset):
-    """Several datasets as one; document numbers run on."""
+    """Several datasets as one; document numbers run on. ``parts`` maps the name of each to it."""
 
-    def __init__(self, datasets: Sequence[TokenDataset]):
-        self.datasets = list(datasets)
-        self.name = "+".join(d.name for d in datasets)
-        self.lengths = np.concatenate([np.asarray(d.lengths) for d in datasets]) if datasets else np.zeros(0, np.int32)
-        self.first = np.cumsum([0, *[d.num_docs for d in datasets]])
-        self.fingerprint = "+".join(d.fingerprint for d in datasets)
+    def __init__(self, parts: Mapping[str, TokenDataset], name: str = "pool"):
+        self.parts, self.name = dict(parts), name
+        self._datasets = list(parts.values())
+        lengths = [np.asarray(d.lengths) for d in self._datasets]
+        # One dataset keeps its own array, which may be a mapped file.
+        self.lengths = lengths[0] if len(lengths) == 1 else np.concatenate([np.zeros(0, np.int32), *lengths])
+        self._first = [0, *np.cumsum([d.num_docs for d in self._datasets]).tolist()]
+        whole = "+".join(d.fingerprint for d in self._datasets)
+        self.fingerprint = hashlib.blake2b(whole.encode(), digest_size=16).hexdigest()
 
-    def _find(self, doc: int) -> tuple[TokenDataset, int]:
-        i = int(np.searchsorted(self.first, doc, side="right")) - 1
-        return self.datasets[i], doc - int(self.first[i])
+    def locate(self, doc: int) -> tuple[TokenDataset, int]:
+        """The dataset that holds ``doc`` and its number there."""
+        i = bisect_right(self._first, doc) - 1
+        return self._datasets[i], doc - self._first[i]
 
     def tokens(self, doc: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-        dataset, local = self._find(doc)
+        dataset, local = self.locate(doc)
         return dataset.tokens(local, start, stop)
 
     def loss_weights(self, doc: int, start: int = 0, stop: int | None = None) -> np.ndarray | None:
-        dataset, local = self._find(doc)
+        dataset, local = self.locate(doc)
         return dataset.loss_weights(local, start, stop)
 
 
-def empty_row(seq_len: int, pad_id: int) -> Row:
-    """A row of padding: weight 0, one document of its own."""
-    return Row(
-        np.full(seq_len, pad_id, np.int64),
-        np.full(seq_len, pad_id, np.int64),
-        np.zeros(seq_len, np.float32),
-        np.arange(seq_len, dtype=np.int64),
-        np.zeros(seq_len, np.int32),
-    )
+def unique_names(datasets: Sequence[TokenDataset]) -> dict[str, TokenDataset]:
+    """``datasets`` by name; a name that is there already gets ``#2``, ``#3``, ..."""
+    out: dict[str, TokenDataset] = {}
+    for dataset in datasets:
+        name, n = dataset.name, 1
+        while name in out:
+            n += 1
+            name = f"{dataset.name}#{n}"
+        out[name] = dataset
+    return out
 
 
-def assemble(dataset: TokenDataset, segments: Sequence[Segment], seq_len: int, pad_id: int) -> Row:
-    """The arrays of a row. ``doc_ids`` count segments from 0; padding behind them is one more."""
-    row = empty_row(seq_len, pad_id)
-    at = 0
-    for i, s in enumerate(segments):
-        n = s.stop - s.start
-        here = slice(at, at + n)
-        has_next = s.stop < dataset.lengths[s.doc]
-        ids = np.asarray(dataset.tokens(s.doc, s.start, s.stop + 1 if has_next else s.stop))
-        row.tokens[here] = ids[:n]
-        row.targets[at : at + len(ids) - 1] = ids[1:]
-        weights = dataset.loss_weights(s.doc, s.start + 1, s.stop + 1 if has_next else s.stop)
-        row.weights[at : at + len(ids) - 1] = 1.0 if weights is None else weights
-        row.positions[here] = np.arange(n)
-        row.doc_ids[here] = i
-        at += n
-    if at < seq_len:
-        row.doc_ids[at:] = len(segments)
-        row.positions[at:] = np.arange(seq_len - at)
-    return row
+def assemble(rows: Sequence[tuple[TokenDataset, Segments]], seq_len: int, pad_id: int) -> Batch:
+    """The arrays ``[len(rows), seq_len]`` of rows, on the CPU.
+
+    ``doc_ids`` count a row's segments from 0, and ``positions`` the tokens of each from 0. What is left of a row is
+    padding: one more document, of ``pad_id`` and weight 0. Raises DataError when a dataset gives other tokens than its
+    ``lengths`` say.
+    """
+    shape = (len(rows), seq_len)
+    tokens = np.full(shape, pad_id, dtype=np.int64)
+    targets = np.full(shape, pad_id, dtype=np.int64)
+    weights = np.zeros(shape, dtype=np.float32)
+    positions = np.empty(shape, dtype=np.int64)
+    doc_ids = np.empty(shape, dtype=np.int32)
+    ramp = np.arange(seq_len)
+    for r, (dataset, (docs, starts, stops)) in enumerate(rows):
+        sizes = stops - starts
+        used = int(sizes.sum())
+        if used > seq_len:
+            raise ValueError(f"a row plan puts {used} tokens into a row of {seq_len}")
+        bounds = np.append(sizes, seq_len - used)
+        doc_ids[r] = np.repeat(np.arange(len(bounds)), bounds)
+        positions[r] = ramp - np.repeat(np.cumsum(bounds) - bounds, bounds)
+        ends = np.minimum(stops + 1, dataset.lengths[docs])  # with the token behind the segment, if there is one
+        at = 0
+        for doc, start, end, size in zip(docs.tolist(), starts.tolist(), ends.tolist(), sizes.tolist(), strict=True):
+            ids = dataset.tokens(doc, start, end)
+            if len(ids) != end - start:
+                raise DataError(
+                    f"source {dataset.name}: document {doc} has fewer tokens than its index says; "
+                    "was the data changed while it is in use?"
+                )
+            tokens[r, at : at + size] = ids[:size]
+            trained = end - start - 1
+            if trained:
+                targets[r, at : at + trained] = ids[1:]
+                given = dataset.loss_weights(doc, start + 1, end)
+                weights[r, at : at + trained] = 1.0 if given is None else given
+            at += size
+    make = torch.from_numpy
+    return Batch(make(tokens), make(targets), make(weights), make(positions), make(doc_ids))

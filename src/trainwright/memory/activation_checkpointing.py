@@ -18,18 +18,22 @@ from trainwright.core.registry import register
 from trainwright.memory.base import MemoryConfig
 from trainwright.models.base import LanguageModel
 
-_MATRIX_PRODUCTS = {
+# Matrix products, and attention where one kernel does all of it.
+_KEPT = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 }
 
 
 def _keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _MATRIX_PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+    # Our own operators wrap products too: attention over documents, the experts of a layer.
+    keep = op in _KEPT or getattr(op, "namespace", "") == "trainwright"
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def checkpoint_block(block: nn.Module, selective: bool = False) -> None:

@@ -14,11 +14,11 @@ class _RoutedState(MutableMapping[Tensor, Any]):
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]):
         self._parts = parts
-        self._owner = {id(p): part for part in parts for group in part.param_groups for p in group["params"]}
+        self._owner = {p: part for part in parts for group in part.param_groups for p in group["params"]}
 
     def _state(self, param: Tensor) -> Any:
         try:
-            return self._owner[id(param)].state
+            return self._owner[param].state
         except KeyError:
             raise KeyError("the parameter belongs to no part of this optimizer") from None
 
@@ -32,7 +32,7 @@ class _RoutedState(MutableMapping[Tensor, Any]):
         del self._state(param)[param]
 
     def __contains__(self, param: object) -> bool:
-        owner = self._owner.get(id(param))
+        owner = self._owner.get(param) if isinstance(param, Tensor) else None
         return owner is not None and param in owner.state
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -50,16 +50,23 @@ class CompositeOptimizer(torch.optim.Optimizer):
         self.parts = [part for part in parts if any(group["params"] for group in part.param_groups)]
         if not self.parts:
             raise ValueError("optimizer got no parameters")
-        self._hook_for_profile: Any = None
-        self.defaults: dict[str, Any] = {}
-        self.param_groups = [group for part in self.parts for group in part.param_groups]
+        # torch keeps the group dicts as they are, so they stay shared with the parts. A parameter in two is refused.
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
         self.state = _RoutedState(self.parts)  # type: ignore[assignment]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = None if closure is None else closure()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for part in self.parts:
             part.step()
         return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if isinstance(getattr(self, "state", None), _RoutedState):
+            raise ValueError("add the group to the part that should step it, before the parts are put together")
+        super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for part in self.parts:
@@ -69,6 +76,8 @@ class CompositeOptimizer(torch.optim.Optimizer):
         return {"parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if len(state_dict.get("parts", ())) != len(self.parts):
+            raise ValueError(f"expected the states of {len(self.parts)} parts, got {len(state_dict.get('parts', ()))}")
         for part, state in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(state)
         self.param_groups = [group for part in self.parts for group in part.param_groups]

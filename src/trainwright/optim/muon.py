@@ -1,32 +1,34 @@
 """Muon: momentum, orthogonalised by a Newton-Schulz iteration, for hidden matrices.
 
-m = mu m + g;  u = g + mu m (Nesterov) or m;  o = NS5(u) ~ U V^T of u = U S V^T;  w = w (1 - lr wd) - lr s o
-with s = 0.2 sqrt(max(out, in)) ("match_rms_adamw": the update's RMS is that of AdamW, so its rates and decay carry over)
-or s = sqrt(max(1, out / in)) ("original").
+m = mu m + (1 - mu) g;  u = (1 - mu) g + mu m (Nesterov) or m;  o = NS5(u) ~ U V^T of u = U S V^T
+w = w (1 - lr wd) - lr s o, with s = 0.2 sqrt(max(out, in)) ("match_rms_adamw": the update's RMS is that of AdamW, so
+its rates and decay carry over) or s = sqrt(max(1, out / in)) ("original").
 Keller Jordan, https://kellerjordan.github.io/posts/muon, 2024; Muon is Scalable for LLM Training, arXiv:2502.16982.
 
-The iteration runs on whole matrices: a sharded one is gathered first, since orthogonalising a shard gives another update.
-Matrices of one shape, and the experts of a layer, go through it as one batch.
+The iteration runs on whole matrices: a sharded one is gathered first, since orthogonalising a shard gives another
+update. Matrices of one shape, and the experts of a layer, go through it in batches of up to BATCH_BYTES, so that of a
+sharded model only that much is whole at a time.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, cast
 
 import torch
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from trainwright.core.hardware import fast_dtypes
+from trainwright.core.errors import ConfigError
+from trainwright.core.hardware import cpu_features
 from trainwright.core.params import NamedParam
 from trainwright.core.registry import Slot, register
 from trainwright.optim.base import OptimizerConfig
 from trainwright.optim.composite import CompositeOptimizer
 
+BATCH_BYTES = 256 * 2**20  # of whole matrices that go through the iteration together
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic; steep at 0, within [0.7, 1.2] at the end
 
 
@@ -61,11 +63,14 @@ def update_scale(shape: Sequence[int], adjust: str) -> float:
     return 0.2 * math.sqrt(max(rows, columns)) if adjust == "match_rms_adamw" else math.sqrt(max(1.0, rows / columns))
 
 
-@functools.cache
-def iteration_dtype(device_type: str) -> torch.dtype:
-    """bfloat16 where its products are the faster ones, else float32."""
-    rates = fast_dtypes(torch.device(device_type))
-    return torch.bfloat16 if rates["bf16"] > 1.2 * rates["fp32"] else torch.float32
+@torch.compiler.assume_constant_result
+def iteration_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where the hardware multiplies it fast (CUDA from capability 8.0, CPUs with AMX), else float32.
+
+    By the kind of hardware, not by measurement: all ranks have to agree, and a resumed run with the one before.
+    """
+    fast = torch.cuda.get_device_capability(device) >= (8, 0) if device.type == "cuda" else "amx_bf16" in cpu_features()
+    return torch.bfloat16 if fast else torch.float32
 
 
 class Muon(torch.optim.Optimizer):
@@ -74,7 +79,7 @@ class Muon(torch.optim.Optimizer):
     params           matrices ``[out, in]`` or stacks ``[E, out, in]``, plain or DTensor
     lr               step size, times the scale above
     adjust           "match_rms_adamw" or "original"
-    dtype            of the iteration; None: bfloat16 where its matrix products are faster, else float32
+    dtype            of the iteration; None: float64 for such parameters, else what iteration_dtype() says
     Raises ValueError for parameters with fewer than two dimensions.
     """
 
@@ -131,13 +136,16 @@ class Muon(torch.optim.Optimizer):
         for (shape, device), members in batches.items():
             if shape.numel() == 0:
                 continue
-            whole = torch.stack([_gather(directions[i]) for i in members])
-            dtype = self.dtype or (whole.dtype if whole.dtype == torch.float64 else iteration_dtype(device.type))
-            updates = newton_schulz(whole, group["ns_steps"], group["eps"], dtype)
             scale = -group["lr"] * update_scale(shape, group["adjust"])
-            targets = [params[i] for i in members]
-            shards = [_like(u.to(t.dtype), t) for u, t in zip(updates.unbind(0), targets, strict=True)]
-            torch._foreach_add_(targets, shards, alpha=scale)
+            size = max(1, BATCH_BYTES // (shape.numel() * params[members[0]].element_size()))
+            for start in range(0, len(members), size):
+                some = members[start : start + size]
+                whole = torch.stack([_gather(directions[i]) for i in some])  # [n, ..., out, in]
+                dtype = self.dtype or (whole.dtype if whole.dtype == torch.float64 else iteration_dtype(device))
+                updates = newton_schulz(whole, group["ns_steps"], group["eps"], dtype)
+                targets = [params[i] for i in some]
+                shards = [_like(u.to(t.dtype), t) for u, t in zip(updates.unbind(0), targets, strict=True)]
+                torch._foreach_add_(targets, shards, alpha=scale)
 
 
 def _gather(x: Tensor) -> Tensor:
@@ -166,10 +174,18 @@ class MuonConfig(OptimizerConfig):
         cast(OptimizerConfig, {"name": "adamw"}), description="Optimizer of embeddings, head, norms and biases."
     )
 
+    @model_validator(mode="after")
+    def _makes_sense(self) -> MuonConfig:
+        if self.nesterov and self.momentum == 0:
+            raise ValueError("nesterov needs momentum > 0")
+        if isinstance(self.inner, MuonConfig):
+            raise ValueError("inner has to step embeddings, norms and biases, which muon cannot; use adamw or sgd")
+        return self
+
     def build(self, params: Sequence[NamedParam]) -> torch.optim.Optimizer:
         matrices = [n for n in params if n.role in ("matrix", "expert")]
         if not matrices:
-            raise ValueError("muon got no hidden matrices; use adamw")
+            raise ConfigError("there are no hidden matrices to orthogonalise; use adamw", key="name", value="muon")
         rest = [n for n in params if n.role not in ("matrix", "expert")]
         muon = Muon(
             [n.param for n in matrices],

@@ -18,7 +18,7 @@ from trainwright.optim.base import OptimizerConfig
 
 @register("optimizer", "sgd")
 class SGDConfig(OptimizerConfig):
-    """Gradient descent with momentum (torch's fused kernel)."""
+    """Gradient descent with momentum (torch's multi-tensor kernel)."""
 
     lr: PositiveFloat = Field(0.1, description="Peak learning rate; the schedule multiplies it.")
     weight_decay: NonNegativeFloat = Field(0.0, description="Added to the gradient, on matrices only.")
@@ -37,5 +37,5 @@ class SGDConfig(OptimizerConfig):
             lr=self.lr,
             momentum=self.momentum,
             nesterov=self.nesterov,
-            fused=True,
+            foreach=True,  # torch's fused SGD has no rule for sharded parameters
         )

@@ -45,14 +45,12 @@ class AutogradExecutor:
         micro_batches = batch.split(self.micro_batch_size)
         loss_sum = torch.zeros_like(weight)
         metrics: dict[str, Tensor] = {}
-        scaler = self.precision.scaler
         for i, micro in enumerate(micro_batches):
             sync: AbstractContextManager[None] = parallel.no_sync(last_micro_batch=i == len(micro_batches) - 1)
             with sync:
                 with self.precision.autocast():
                     loss = objective(parallel.module, micro)  # type: ignore[arg-type]
-                scaled = loss.sum * inverse
-                (scaler.scale(scaled) if scaler is not None else scaled).backward()
+                self.precision.backward(loss.sum * inverse)
             loss_sum += loss.sum.detach()
             for name, value in loss.metrics.items():
                 value = value.detach().double()

@@ -200,7 +200,7 @@ class Trainer:
             "clip": self.clip.state_dict(),
             "monitors": {name: monitor.state_dict() for name, monitor in self.monitors},
             "policy": self.policy.state_dict(),
-            "scaler": self.precision.scaler.state_dict() if self.precision.scaler is not None else None,
+            "precision": {"compute_dtype": str(self.precision.compute_dtype), **self.precision.state_dict()},
             "config": self.config.to_dict(),
         }
         self.checkpointer.save(
@@ -234,8 +234,14 @@ class Trainer:
         if self.average is not None:
             self.average.load_state_dict({"tensors": tree["average"], "scalars": meta["average"]})
         self.clip.load_state_dict(meta["clip"])
-        if self.precision.scaler is not None and meta["scaler"] is not None:
-            self.precision.scaler.load_state_dict(meta["scaler"])
+        before = meta["precision"].pop("compute_dtype")
+        if before != str(self.precision.compute_dtype):
+            log.warning(
+                "this run computed in %s so far and goes on in %s; set precision to keep one",
+                before,
+                self.precision.compute_dtype,
+            )
+        self.precision.load_state_dict(meta["precision"])
         self.progress = Progress(**meta["progress"])
         if loader:
             self.loader.load_state_dict(meta["loader"])
@@ -332,9 +338,7 @@ class Trainer:
         batch = self.loader.next_batch().to(self.device)
         t1 = time.perf_counter()
         result = self.executor.run(self.parallel, self.objective, batch)
-        scaler = self.precision.scaler
-        if scaler is not None:
-            scaler.unscale_(self.optimizer)
+        self.precision.unscale(self.optimizer)
         grad_norm = self.clip(self._tensors)
         t2 = time.perf_counter()
 
@@ -352,18 +356,15 @@ class Trainer:
         loss = per_token[0]
 
         info = StepInfo(step=self.progress.step + 1, loss=loss, grad_norm=norm)
-        if scaler is not None and math.isfinite(loss) and not math.isfinite(norm):
-            verdict = Decision()  # the scaler itself skips the update and lowers its scale
+        if self.precision.scaler is not None and math.isfinite(loss) and not math.isfinite(norm):
+            verdict = Decision()  # an overflow: the scaler itself skips the update and lowers its scale
         else:
             verdict = self.policy.decide(info.step, [(name, m.inspect(info)) for name, m in self.monitors])
         t3 = time.perf_counter()
         lr = self._set_lr()
-        if verdict.action == "ok":
-            if scaler is not None:
-                scaler.step(self.optimizer)
-                scaler.update()
-            else:
-                self.optimizer.step()
+        if verdict.action != "ok":
+            self.precision.skip(self.optimizer)
+        elif self.precision.step(self.optimizer):
             update = getattr(self.parallel.model, "update_balancing", None)
             if update is not None:
                 update()
@@ -392,6 +393,8 @@ class Trainer:
             "time_optimizer": t4 - t3,
         }
         row |= dict(zip(names, per_token[1:], strict=True))
+        if self.precision.scaler is not None:
+            row["overflows"] = self.precision.overflows
         row["interrupted"] = stop_flags > 0
         self._emit(row, verdict)
         return row, verdict

@@ -15,10 +15,8 @@ class BatcherConfig(MethodConfig):
 
     @abstractmethod
     def plan(self, lengths: np.ndarray, seq_len: int, seed: int | None) -> RowPlan:
-        """Rows of ``seq_len`` tokens for documents of ``lengths`` (int, >= 1). ``seed`` shuffles the documents; None keeps
-        their order. The same arguments give the same rows."""
+        """Rows of at most ``seq_len`` tokens that hold every token of documents of ``lengths`` (integers >= 0) once.
 
-
-def order(num_docs: int, seed: int | None) -> np.ndarray:
-    """A permutation of the documents, int64."""
-    return np.arange(num_docs) if seed is None else np.random.default_rng(seed).permutation(num_docs)
+        ``seed`` shuffles the documents; None keeps their order. The same arguments give the same rows, on any machine:
+        a run is resumed by planning anew. The loader shuffles the order of the rows itself.
+        """

@@ -14,6 +14,8 @@ import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
+from trainwright.core.distributed import local_tensor
+from trainwright.core.errors import CheckpointError
 from trainwright.core.params import NamedParam
 from trainwright.core.registry import register
 from trainwright.optim.base import AverageConfig
@@ -32,26 +34,35 @@ class EMA:
     def update(self, step: int) -> None:
         if step < self.start or step % self.every:
             return
-        live = [n.param.detach() for n in self.params]
+        live, averages = self._shards()
         if self.updates == 0 and self.start > 0:
-            torch._foreach_copy_(self.averages, live)
+            torch._foreach_copy_(averages, live)
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
-        same = all(a.dtype == p.dtype for a, p in zip(self.averages, live, strict=True))
-        torch._foreach_lerp_(self.averages, live if same else [p.float() for p in live], 1 - decay)
+        torch._foreach_lerp_(averages, [p.float() for p in live], 1 - decay)
         self.updates += 1
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """The parameters hold the averages inside, and what they held before afterwards."""
-        live = [n.param.detach() for n in self.params]
+        """The parameters hold the averages inside, and what they held before afterwards.
+
+        Before the first update there is no average yet, and they keep what they hold.
+        """
+        if self.updates == 0:
+            yield
+            return
+        live, averages = self._shards()
         kept = [p.clone() for p in live]
         try:
             with torch.no_grad():
-                torch._foreach_copy_(live, self.averages)
+                torch._foreach_copy_(live, averages)
             yield
         finally:
             with torch.no_grad():
                 torch._foreach_copy_(live, kept)
+
+    def _shards(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Weights and averages as this rank holds them; both are laid out alike, so plain kernels do."""
+        return [local_tensor(n.param.detach()) for n in self.params], [local_tensor(a) for a in self.averages]
 
     def state_dict(self) -> dict[str, Any]:
         tensors = {n.name: {"average": a} for n, a in zip(self.params, self.averages, strict=True)}
@@ -59,6 +70,11 @@ class EMA:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        missing = [n.name for n in self.params if n.name not in state["tensors"]]
+        if missing:
+            raise CheckpointError(
+                f"holds no average of {', '.join(missing[:8])}; resume with the same trained parameters and average"
+            )
         for n, average in zip(self.params, self.averages, strict=True):
             average.copy_(state["tensors"][n.name]["average"])
         self.updates = int(state["scalars"]["updates"])

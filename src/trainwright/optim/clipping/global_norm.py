@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from trainwright.core.distributed import full_tensor
@@ -16,18 +18,24 @@ from trainwright.optim.base import ClipConfig
 
 
 class GlobalNormClipper:
-    """``max_norm=None`` measures and clips nothing."""
+    """Scales all gradients down to a norm of ``max_norm``, sharded ones counted whole; None: only measures."""
 
     def __init__(self, max_norm: float | None):
         self.max_norm = max_norm
 
     def __call__(self, params: Sequence[Tensor]) -> Tensor:
-        grads = [p.grad for p in params if p.grad is not None]
-        if not grads:
+        # Parameters on different meshes, or on none, cannot go through one kernel together.
+        parts: dict[DeviceMesh | None, list[Tensor]] = {}
+        for p in params:
+            if p.grad is not None:
+                parts.setdefault(p.grad.device_mesh if isinstance(p.grad, DTensor) else None, []).append(p)
+        if not parts:
             return torch.zeros((), device=params[0].device if params else None)
-        norm = full_tensor(get_total_norm(grads))
+        norms = [full_tensor(get_total_norm([p.grad for p in part if p.grad is not None])) for part in parts.values()]
+        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
         if self.max_norm is not None:
-            clip_grads_with_norm_(params, self.max_norm, norm)
+            for part in parts.values():
+                clip_grads_with_norm_(part, self.max_norm, norm)
         return norm
 
     def state_dict(self) -> dict[str, Any]:
