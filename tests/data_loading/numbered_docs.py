@@ -32,12 +32,12 @@ def loader(lengths, batch=4, batcher="packed", seq_len=4, seed=3, shuffle=True, 
 
 
 def mixture_loader(sources, weights, batch=4, seq_len=4, seed=3, shuffle=True, batcher="packed", **settings):
-    """A loader over numbered sources ``{name: lengths}``; their documents are numbered on, in the order of names."""
+    """A loader over numbered sources ``{name: lengths}``: documents 0.. of the one called a..., 1000.. of b..., etc."""
     settings = {"pad_id": PAD, "prefetch": 0} | settings
-    streams, first = {}, 0
-    for name, lengths in sources.items():
-        streams[name] = stream(numbered(lengths, name, first), batcher, seq_len, seed, shuffle)
-        first += 1000  # the same numbers whatever the other sources are
+    streams = {
+        name: stream(numbered(lengths, name, 1000 * (ord(name[0]) - ord("a"))), batcher, seq_len, seed, shuffle)
+        for name, lengths in sources.items()
+    }
     return Loader(streams, weights, global_batch_rows=batch, **settings)
 
 

@@ -188,6 +188,7 @@ class Loader:
         self._planner = _Planner(self.mixture, global_batch_rows, rank, world_size, max_rows)
         self._assembler = _Assembler(self.mixture.streams, pad_id)
         self._delivered = _Place(self.mixture.position(), 0.0)
+        self._absent: dict[str, Any] = {}  # what the run's earlier sources held, should they come back
         self._ahead: Prefetcher[tuple[Batch, _Place]] | _Workers | None = None
         self._end_ahead: weakref.finalize[Any, Any] | None = None
 
@@ -278,7 +279,7 @@ class Loader:
             "version": VERSION,
             "position": self._delivered.position,
             "settings": self._settings(),
-            "data": self._data(),
+            "data": self._absent | self._data(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], on_change: OnChange | None = None) -> None:
@@ -305,6 +306,11 @@ class Loader:
                 "Restore that, set data.on_change=new_epoch to begin a new epoch in the new order, or start a new run "
                 "from the weights"
             )
+        self._absent = {
+            name: data
+            for name, data in state["data"].items()
+            if name in position["sources"] and name not in self.mixture.streams
+        }
         self.mixture.set_position(position)
         all_changed = settings != state["settings"]
         for name in self.mixture.streams if all_changed else changed_streams:

@@ -23,10 +23,11 @@ class RowRef(NamedTuple):
 class Mixture:
     """The global order of rows over named streams.
 
-    With ``weights`` each row comes from the stream that is furthest behind its share: every row adds its share to each
-    stream's credit, and the one with the most credit gives a row and pays one. After any number of rows each stream
-    has given its share to within a few rows (smooth weighted round-robin), so every batch has nearly the same
-    composition. Each stream goes through epochs of its own. A single stream needs no weights.
+    With ``weights`` every row adds its share to each stream's credit, and the stream that gives the row pays one. Of
+    those with credit, the one gives it whose credit would be the first to reach one whole row. After any number of
+    rows each stream has then given its exact share to within one row (earliest deadline first: Baruah et al.,
+    Proportionate progress, Algorithmica 15, 1996), so every batch has nearly the same composition. Each stream goes
+    through epochs of its own. A single stream needs no weights.
 
     Raises ConfigError for weights that are negative, not finite, all zero, or not one for each stream.
     """
@@ -72,9 +73,15 @@ class Mixture:
     def _next_stream(self) -> str:
         if len(self.streams) == 1:
             return next(iter(self.streams))
+        best, soonest, most = "", math.inf, 0
         for name, share in self.shares.items():
-            self._places[name]["credit"] += share
-        best = max(self.shares, key=lambda n: self._places[n]["credit"])  # the first by name where they are equal
+            place = self._places[name]
+            place["credit"] += share
+            credit = place["credit"]
+            if credit > 0:
+                deadline = -((credit - _UNIT) // share)  # rows until the credit is one whole row
+                if deadline < soonest or (deadline == soonest and credit > most):  # else the first by name
+                    best, soonest, most = name, deadline, credit
         self._places[best]["credit"] -= _UNIT
         return best
 

@@ -20,6 +20,7 @@ from trainwright.data.batchers.base import BatcherConfig
 from trainwright.data.dataset import TokenDataset
 from trainwright.data.loader import Loader, OnChange
 from trainwright.data.packing import Pool, unique_names
+from trainwright.data.permutation import Permutation
 from trainwright.data.rows import RowStream
 from trainwright.data.sources.base import SourceConfig
 from trainwright.data.tokenize import TrainingCorpus, tokenize_source
@@ -139,7 +140,7 @@ class DataModule:
             name: RowStream(dataset, config.batcher, seq_len, seed, config.shuffle)
             for name, dataset in self._training_sets().items()
         }
-        if self.trained_share == 0:
+        if not any(tokens for tokens, _ in self._trained.values()):
             raise DataError(
                 "no token of the training data is trained on: every loss weight is 0. Check the mask (a chat template "
                 "needs generation markers) or train on all tokens"
@@ -210,13 +211,30 @@ class DataModule:
         return sum(d.num_tokens for d in self.validation.values())
 
     @cached_property
+    def _trained(self) -> dict[str, tuple[float, bool]]:
+        return {name: _trained_tokens(d) for name, d in self.train.items()}
+
+    def _per_row(self, tokens: Mapping[str, float]) -> float:
+        """Mean over the rows as they are drawn, of what each source has ``tokens`` of in an epoch."""
+        if self.weights is None:
+            return sum(tokens.values()) / self.rows_per_epoch
+        parts = (w * tokens[n] / self.streams[n].num_rows(0) for n, w in self.weights.items())
+        return sum(parts) / sum(self.weights.values())
+
+    @cached_property
     def trained_share(self) -> float:
-        """Share of the training tokens that are targets with a weight above 0; of large masked data an estimate."""
-        return sum(_trained_tokens(d) for d in self.train.values()) / self.train_tokens
+        """Share of the tokens drawn for training that are targets with a weight above 0.
+
+        Exact but where ``summary()["trained_share_sampled"]``: of a source with loss weights and more than 4096
+        documents that many are read.
+        """
+        trained = self._per_row({name: tokens for name, (tokens, _) in self._trained.items()})
+        return trained / self._per_row({name: d.num_tokens for name, d in self.train.items()})
 
     def summary(self) -> dict[str, Any]:
-        """Figures for a person: documents, tokens, bytes (None where the data does not say), rows, shares of padding
-        and of trained tokens, and what each source has."""
+        """Figures for a person: documents, tokens, bytes (None where the data does not say), rows, and what each source
+        has. ``padding_share`` is of all positions, ``trained_share`` of the tokens; both of rows as they are drawn,
+        so by the weights of a mixture."""
         sizes = [getattr(d, "num_bytes", None) for d in self.train.values()]
         return {
             "documents": sum(d.num_docs for d in self.train.values()),
@@ -225,8 +243,9 @@ class DataModule:
             "validation_documents": sum(d.num_docs for d in self.validation.values()),
             "validation_tokens": self.validation_tokens,
             "rows_per_epoch": self.rows_per_epoch,
-            "padding_share": 1 - self.train_tokens / (self.rows_per_epoch * self.seq_len),
+            "padding_share": 1 - self._per_row({n: d.num_tokens for n, d in self.train.items()}) / self.seq_len,
             "trained_share": self.trained_share,
+            "trained_share_sampled": any(sampled for _, sampled in self._trained.values()),
             "sources": {
                 name: {
                     "documents": d.num_docs,
@@ -238,23 +257,26 @@ class DataModule:
         }
 
 
-def _trained_tokens(dataset: TokenDataset, most_docs: int = 4096) -> float:
-    """Targets of weight > 0 in an epoch. Masks are read of ``most_docs`` evenly spaced documents, and of all if none of
-    those has a trained token."""
-    some = np.unique(np.linspace(0, dataset.num_docs - 1, min(most_docs, dataset.num_docs), dtype=np.int64))
+def _trained_tokens(dataset: TokenDataset, most_docs: int = 4096) -> tuple[float, bool]:
+    """Targets of weight > 0 in an epoch, and whether that is an estimate. Masks are read of ``most_docs`` documents
+    drawn at random, and of all if none of those has a trained token."""
+    some = np.arange(min(most_docs, dataset.num_docs))
+    if len(some) < dataset.num_docs:
+        some = np.sort(Permutation(dataset.num_docs, seed=0).at(some))
     for docs in (some, np.arange(dataset.num_docs)):
         trained, seen, masked = 0, 0, False
-        for doc in docs.tolist():
-            length = int(dataset.lengths[doc])
+        for doc, length in zip(docs.tolist(), dataset.lengths[docs].tolist(), strict=True):
             given = dataset.loss_weights(doc, 1, length) if length > 1 else None
             masked |= given is not None
             trained += max(length - 1, 0) if given is None else int(np.count_nonzero(given))
             seen += length
         if not masked:
-            return dataset.num_tokens - int(np.count_nonzero(dataset.lengths))
+            return dataset.num_tokens - int(np.count_nonzero(dataset.lengths)), False
+        if len(docs) == dataset.num_docs:
+            return trained, False
         if trained:
-            return trained / seen * dataset.num_tokens
-    return 0.0
+            return trained / seen * dataset.num_tokens, True
+    return 0, False
 
 
 def build_data(

@@ -7,6 +7,7 @@ FSDP2 take their mean (gloo has no scaled sum), hence ``loss_scale``, the number
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,12 +15,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from trainwright.core.errors import ConfigError
 from trainwright.models.base import LanguageModel
 from trainwright.parallel.config import ParallelConfig
 from trainwright.parallel.mesh import Mesh
+from trainwright.parallel.weights import check_same_build, fill_from_first_rank, model_state
 
 
 @dataclass
@@ -29,32 +31,47 @@ class Parallelized:
     model: LanguageModel
     module: nn.Module
     loss_scale: float = 1.0  # multiplies the loss, where the reduction is a mean over ranks
+    accumulate: str = "sharded"
 
     @contextmanager
     def no_sync(self, *, last_micro_batch: bool) -> Iterator[None]:
-        """Around forward and backward of a micro-batch: gradients are reduced on the last one only."""
+        """Around forward and backward of a micro-batch: the step's gradient is complete after the last one.
+
+        All ranks must make the same number of micro-batches. Until the last one, DDP communicates nothing; FSDP2 does
+        what ``accumulate`` says, and HSDP with "sharded" leaves out the reduction between replicas.
+        """
         if isinstance(self.module, DistributedDataParallel):
             with contextlib.nullcontext() if last_micro_batch else self.module.no_sync():
                 yield
             return
-        sharded = hasattr(self.module, "set_requires_gradient_sync")
-        if sharded:
-            cast(Any, self.module).set_requires_gradient_sync(last_micro_batch)
+        if hasattr(self.module, "set_requires_gradient_sync"):
+            sharded = cast(Any, self.module)
+            sharded.set_requires_gradient_sync(last_micro_batch or self.accumulate == "sharded")
+            sharded.set_requires_all_reduce(last_micro_batch)
         yield
 
     def state(self) -> dict[str, Tensor]:
         return model_state(self.model)
 
 
-def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by plain name, each storage once; the live tensors, DTensors where sharded."""
-    seen: set[int] = set()
-    out = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if id(value) not in seen:
-            seen.add(id(value))
-            out[name] = value.detach()
-    return out
+class _Replica(DistributedDataParallel):
+    """DDP that names the parameters where torch only counts them."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().forward(*args, **kwargs)
+        except RuntimeError as error:
+            listed = re.search(r"did not receive grad for rank (\d+): ([\d ]+)", str(error))
+            if "find_unused_parameters" not in str(error) or listed is None:
+                raise
+            trained = [n for n, p in self.module.named_parameters() if p.requires_grad]
+            names = [trained[int(i)] for i in listed[2].split()]
+            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            raise ConfigError(
+                f"the last micro-batch gave no gradient to {', '.join(names[:4])}{more}; set true, or freeze them",
+                key="parallel.find_unused_parameters",
+                value=False,
+            ) from error
 
 
 def parallelize(
@@ -62,30 +79,58 @@ def parallelize(
 ) -> Parallelized:
     """Move ``model`` to ``device`` and make it parallel over ``mesh``.
 
-    Every rank passes a model with the same weights, built from the same seed.
+    Every rank passes the model built from the same seed; that they are the same is checked (ModelError). This takes
+    one whole model of host memory per rank. Where that is too much, ranks other than the first pass it on the meta
+    device: they get their part of the first rank's weights, one tensor at a time.
+
+    FSDP2 shards on ``device`` block by block, so a GPU holds its shards and at most one whole block.
     """
-    model = model.to(device)
     if mesh.mesh is None:
+        model = model.to(device)
         return Parallelized(model, model)
+    from_first = check_same_build(model, device)
+    trained = any(p.requires_grad for p in model.parameters())
     if mesh.degrees.dp_shard == 1:
-        wrapped = DistributedDataParallel(
+        fill = fill_from_first_rank(model, device) if from_first else contextlib.nullcontext()
+        with fill:
+            model = model.to_empty(device=device) if _on_meta(model) else model.to(device)
+        if not trained:
+            return Parallelized(model, model)  # nothing to reduce, and DDP refuses such a model
+        wrapped = _Replica(
             model,
-            process_group=mesh.mesh["dp_replicate"].get_group(),
+            process_group=mesh.group("dp_replicate"),
             gradient_as_bucket_view=True,
-            find_unused_parameters=any(role == "expert" for role in model.param_roles().values()),
+            find_unused_parameters=config.find_unused_parameters,
         )
+        # Buffers change the same way on every rank. Broadcasting them at each forward costs a collective, and would
+        # overwrite what a rank has counted since the last step.
+        wrapped.broadcast_buffers = False
         return Parallelized(model, wrapped, loss_scale=float(mesh.dp_size))
-    sharded = _fully_shard(model, mesh, config, precision)
-    return Parallelized(model, sharded, loss_scale=float(mesh.dp_size))
+    with fill_from_first_rank(model, device) if from_first else contextlib.nullcontext():
+        _fully_shard(model, mesh, config, precision)
+        model = model.to_empty(device=device) if _on_meta(model) else model.to(device)
+    return Parallelized(model, model, loss_scale=float(mesh.dp_size), accumulate=config.accumulate)
 
 
-def _fully_shard(model: LanguageModel, mesh: Mesh, config: ParallelConfig, precision: Any) -> nn.Module:
+def _on_meta(model: nn.Module) -> bool:
+    return any(p.is_meta for p in model.parameters())
+
+
+def _fully_shard(model: LanguageModel, mesh: Mesh, config: ParallelConfig, precision: Any) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    whole = cast(DeviceMesh, mesh.mesh)
-    over = whole if mesh.degrees.dp_replicate > 1 else whole["dp_shard"]
-    policy = MixedPrecisionPolicy(param_dtype=precision.fsdp_param_dtype, reduce_dtype=torch.float32)
+    over = mesh.submesh("dp_replicate", "dp_shard")
+    reduce_dtype = torch.promote_types(torch.float32, next(model.parameters()).dtype)
+    policy = MixedPrecisionPolicy(param_dtype=precision.fsdp_param_dtype, reduce_dtype=reduce_dtype)
     for block in model.blocks:
         fully_shard(block, mesh=over, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
-    fully_shard(model, mesh=over, mp_policy=policy, reshard_after_forward=False)
-    return model
+    # The root holds embedding, last norm and head (tied or not): used at both ends of the forward pass, so they stay.
+    root: Any = fully_shard(model, mesh=over, mp_policy=policy, reshard_after_forward=False)
+    if config.find_unused_parameters:
+        if not hasattr(root, "set_reduce_scatter_unused_params"):
+            raise ConfigError(
+                f"with dp_shard > 1 needs torch 2.13 or newer, this is {torch.__version__}; use dp_shard=1",
+                key="parallel.find_unused_parameters",
+                value=True,
+            )
+        root.set_reduce_scatter_unused_params(True)

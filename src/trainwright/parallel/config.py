@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator
 
@@ -13,14 +14,17 @@ _LATER = ("tp", "pp", "cp", "ep")
 
 @dataclass(frozen=True)
 class Degrees:
-    """Resolved degrees; their product is the world size."""
+    """Resolved degrees; their product is the world size. Expert parallelism re-uses ranks of the others."""
 
-    dp_replicate: int
-    dp_shard: int
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
 
     @property
     def world_size(self) -> int:
-        return self.dp_replicate * self.dp_shard
+        return self.dp_replicate * self.dp_shard * self.cp * self.tp * self.pp
 
 
 class ParallelConfig(BaseModel):
@@ -38,6 +42,14 @@ class ParallelConfig(BaseModel):
     ep: PositiveInt = Field(1, description="Expert-parallel degree.")
     reshard_after_forward: bool = Field(
         True, description="FSDP2: free a block's gathered parameters after its forward pass."
+    )
+    accumulate: Literal["sharded", "whole"] = Field(
+        "sharded",
+        description="FSDP2, gradients of several micro-batches: sharded reduces after each, so that a rank holds its "
+        "shard only; whole reduces once a step, and every rank holds the whole gradient until then.",
+    )
+    find_unused_parameters: bool = Field(
+        False, description="Allow parameters that some micro-batch does not use (per-expert modules, skipped layers)."
     )
 
     @field_validator("dp_replicate")
@@ -67,10 +79,11 @@ class ParallelConfig(BaseModel):
                     value=self.dp_shard,
                 )
             replicate = world_size // self.dp_shard
-        if replicate * self.dp_shard != world_size:
+        asked = replicate * self.dp_shard
+        if asked != world_size:
             raise ConfigError(
-                f"dp_replicate={replicate} x dp_shard={self.dp_shard} = {replicate * self.dp_shard} processes, but there are "
-                f"{world_size}; start that many (--nproc {replicate * self.dp_shard}) or change the degrees",
+                f"dp_replicate={replicate} x dp_shard={self.dp_shard} = {asked} processes, but there are "
+                f"{world_size}; start that many (--nproc {asked}) or change the degrees",
                 key="parallel",
             )
         return Degrees(replicate, self.dp_shard)

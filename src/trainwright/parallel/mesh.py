@@ -12,6 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainwright.parallel.config import Degrees
 
+# Outermost first. Neighbouring ranks share a node, so the dimensions that talk most lie innermost.
+DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
 
 def init_distributed(device: torch.device, timeout_s: float = 600.0) -> None:
     """Join the process group that torchrun announced; nothing to do for one process or an existing group."""
@@ -30,7 +33,11 @@ def shutdown() -> None:
 
 @dataclass
 class Mesh:
-    """The processes of a run by role. ``mesh`` is None for a single process."""
+    """The processes of a run by role.
+
+    ``mesh`` holds the dimensions of degree above 1, in the order of :data:`DIMENSIONS`, so that no process group is
+    made for a dimension that is not used; it is None for a single process.
+    """
 
     degrees: Degrees
     mesh: DeviceMesh | None
@@ -46,14 +53,42 @@ class Mesh:
 
     @property
     def dp_rank(self) -> int:
-        return dist.get_rank() if self.mesh is not None else 0
+        """Which rows this process sees: the same for all ranks of one tensor, context or pipeline group."""
+        return self.rank_in("dp_replicate") * self.degrees.dp_shard + self.rank_in("dp_shard")
+
+    def rank_in(self, dim: str) -> int:
+        """This process's coordinate along ``dim``; 0 where the degree is 1."""
+        sub = self.submesh(dim)
+        return 0 if sub is None else sub.get_local_rank()
+
+    def submesh(self, *dims: str) -> DeviceMesh | None:
+        """The mesh over those of ``dims`` with degree above 1, in mesh order; None when there is none.
+
+        Raises ValueError for an unknown dimension.
+        """
+        unknown = [d for d in dims if d not in DIMENSIONS]
+        if unknown:
+            raise ValueError(f"unknown mesh dimension {unknown[0]!r}; there are {', '.join(DIMENSIONS)}")
+        used = tuple(d for d in DIMENSIONS if d in dims and getattr(self.degrees, d) > 1)
+        if self.mesh is None or not used:
+            return None
+        return self.mesh if used == self.mesh.mesh_dim_names else self.mesh[used]
+
+    def group(self, *dims: str) -> dist.ProcessGroup | None:
+        """The process group over those of ``dims`` together; None when all have degree 1.
+
+        The first call for a set of several dimensions makes the group: every process of the run has to make it.
+        """
+        sub = self.submesh(*dims)
+        if sub is None:
+            return None
+        return sub.get_group() if sub.ndim == 1 else sub._flatten().get_group()
 
 
 def build_mesh(degrees: Degrees, device: torch.device) -> Mesh:
-    """The mesh ``[dp_replicate, dp_shard]``; shards of one replica are neighbours, so they share a node."""
-    if degrees.world_size == 1:
+    """The mesh of ``degrees``; shards of one replica are neighbours, so they share a node."""
+    names = tuple(d for d in DIMENSIONS if getattr(degrees, d) > 1)
+    if not names:
         return Mesh(degrees, None)
-    mesh = init_device_mesh(
-        device.type, (degrees.dp_replicate, degrees.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard")
-    )
-    return Mesh(degrees, mesh)
+    shape = tuple(getattr(degrees, d) for d in names)
+    return Mesh(degrees, init_device_mesh(device.type, shape, mesh_dim_names=names))

@@ -1,0 +1,361 @@
+"""One rank of the multi-process tests: runs cells by name and saves what came out. Also the one-process reference.
+
+python parallel_worker.py RESULT_FILE CELL[,CELL...]      with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT set
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from trainwright.core.batch import Batch
+from trainwright.core.distributed import full_tensor, gather_objects, local_tensor, rank, world_size
+from trainwright.core.errors import ConfigError, ModelError
+from trainwright.models.base import Head, Hidden, LanguageModel
+from trainwright.objectives.next_token import NextTokenConfig
+from trainwright.optim.clipping.global_norm import GlobalNormConfig
+from trainwright.parallel.apply import Parallelized, parallelize
+from trainwright.parallel.config import Degrees, ParallelConfig
+from trainwright.parallel.mesh import Mesh, build_mesh, init_distributed, shutdown
+from trainwright.parallel.weights import load_model_state, model_state
+from trainwright.precision.base import Precision
+from trainwright.train.executor import AutogradExecutor, forward_only
+
+CPU = torch.device("cpu")
+VOCAB, LENGTH, ROWS, STEPS = 61, 12, 8, 20
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int):
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, x):
+        return x + self.down(F.silu(self.up(self.norm(x.cumsum(1) / 4))))
+
+
+class TinyLM(LanguageModel):
+    """Modules that share a weight, buffers of both kinds, and a branch that may go unused."""
+
+    def __init__(self, tied: bool = True, dim: int = 24):
+        super().__init__()
+        self.vocab_size, self.max_seq_len = VOCAB, LENGTH
+        self.embed = nn.Embedding(VOCAB, dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(2))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, VOCAB, bias=False)
+        self.branch = nn.Linear(dim, dim)
+        self.use_branch = True
+        if tied:
+            self.head.weight = self.embed.weight
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("gain", torch.full((dim,), 0.5), persistent=False)
+
+    def forward(self, tokens, *, positions=None, doc_ids=None, cache=None, head_fn=None):
+        if self.training:
+            self.seen += tokens.sum()
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x) * self.gain
+        if self.use_branch:
+            x = x + self.branch(x)
+        hidden = Hidden(x, Head(self.head.weight))
+        return hidden.states @ hidden.head.weight.T if head_fn is None else head_fn(hidden)
+
+    def param_roles(self):
+        from trainwright.core.params import guess_roles
+
+        return guess_roles(self)
+
+    def flops_per_token(self, seq_len):
+        return 6.0 * self.num_params()
+
+
+def tiny(tied: bool = True, seed: int = 0, device: str = "cpu") -> TinyLM:
+    torch.manual_seed(seed)
+    with torch.device(device):
+        return TinyLM(tied)
+
+
+def decoder(family: str = "llama", device: str = "cpu", **dims: Any) -> LanguageModel:
+    from trainwright.models.decoder_config import DecoderModelConfig
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        spec = {"dim": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 48, **dims}
+        return DecoderModelConfig(family=family, **spec).build(VOCAB, LENGTH)
+
+
+def global_batch(step: int) -> Batch:
+    """Rows of very unequal weight; in every fourth step the last half of them trains nothing."""
+    g = torch.Generator().manual_seed(step)
+    tokens = torch.randint(VOCAB, (ROWS, LENGTH + 1), generator=g)
+    share = torch.linspace(1.0, 0.1, ROWS)[:, None]
+    weights = (torch.rand(ROWS, LENGTH, generator=g) < share).float()
+    if step % 4 == 3:
+        weights[ROWS // 2 :] = 0
+    positions = torch.arange(LENGTH).expand(ROWS, LENGTH)
+    return Batch(tokens[:, :-1], tokens[:, 1:], weights, positions, torch.zeros(ROWS, LENGTH, dtype=torch.int32))
+
+
+def my_rows(batch: Batch, mesh: Mesh) -> Batch:
+    n = ROWS // mesh.dp_size
+    return batch.rows(mesh.dp_rank * n, (mesh.dp_rank + 1) * n)
+
+
+def precision(dtype: torch.dtype = torch.float32) -> Precision:
+    return Precision(dtype, "cpu")
+
+
+@dataclass
+class Cell:
+    """A training of 20 AdamW steps with clipping: what is trained, and how it is spread."""
+
+    parallel: dict[str, Any]
+    model: dict[str, Any] = field(default_factory=lambda: {"tied": True})
+    micro: int = 8
+    recompute: bool = False
+    dtype: torch.dtype = torch.float32
+    double: bool = False
+
+    def build(self, device: str = "cpu") -> LanguageModel:
+        model = decoder(device=device, **self.model) if "family" in self.model else tiny(device=device, **self.model)
+        return model.double() if self.double else model
+
+
+def train(cell: Cell, mesh: Mesh, config: ParallelConfig) -> dict[str, Any]:
+    model = cell.build()
+    if cell.recompute:
+        from trainwright.memory.activation_checkpointing import ActivationCheckpointingConfig
+
+        ActivationCheckpointingConfig().apply(model)
+    total = model.num_params()
+    parallel = parallelize(model, mesh, config, precision(cell.dtype), CPU)
+    params = [p for p in parallel.model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(params, lr=3e-3, weight_decay=0.1)
+    clip = GlobalNormConfig(max_norm=0.5).build()
+    executor = AutogradExecutor(min(cell.micro, ROWS // mesh.dp_size), precision(cell.dtype))
+    objective = NextTokenConfig().build()
+    losses, norms, validation = [], [], []
+    for step in range(STEPS):
+        result = executor.run(parallel, objective, my_rows(global_batch(step), mesh))
+        loss = result.loss_sum.clone()
+        if world_size() > 1:
+            dist.all_reduce(loss, group=mesh.group("dp_replicate", "dp_shard"))
+        losses.append((loss / result.weight).item())
+        norms.append(float(clip(params)))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        update = getattr(parallel.model, "update_balancing", None)
+        if update is not None:
+            update()
+        if step % 10 == 4:  # a validation between steps must not disturb what follows
+            parallel.module.eval()
+            held_out = forward_only(parallel.module, objective, my_rows(global_batch(99), mesh), precision(cell.dtype))
+            parallel.module.train()
+            nats = held_out.sum.double()
+            if world_size() > 1:
+                dist.all_reduce(nats)
+            validation.append(nats.item())
+    return {
+        "losses": losses,
+        "norms": norms,
+        "validation": validation,
+        "weights": {n: full_tensor(t).clone() for n, t in model_state(parallel.model).items() if n != "seen"},
+        "held": sum(local_tensor(p).numel() for p in params) / total,
+        "optimizer_held": sum(local_tensor(s["exp_avg"]).numel() for s in optimizer.state.values()) / total,
+    }
+
+
+TRAININGS = {
+    "ddp2": Cell({"dp_replicate": 2}),
+    "ddp2_accumulate": Cell({"dp_replicate": 2}, micro=2, recompute=True),
+    "ddp2_double": Cell({"dp_replicate": 2}, micro=2, double=True),
+    "fsdp2": Cell({"dp_shard": 2}),
+    "fsdp2_accumulate": Cell({"dp_shard": 2}, micro=2),
+    "fsdp2_whole": Cell({"dp_shard": 2, "accumulate": "whole"}, micro=2),
+    "fsdp2_keep": Cell({"dp_shard": 2, "reshard_after_forward": False}, {"tied": False}, micro=1, recompute=True),
+    "fsdp2_double": Cell({"dp_shard": 2}, micro=2, double=True),
+    "fsdp2_decoder": Cell({"dp_shard": 2}, {"family": "qwen3", "tie_embeddings": True}, micro=2, recompute=True),
+    "fsdp2_decoder_double": Cell(
+        {"dp_shard": 2}, {"family": "qwen3", "tie_embeddings": True}, micro=2, recompute=True, double=True
+    ),
+    "ddp2_decoder": Cell({"dp_replicate": 2}, {"family": "llama", "tie_embeddings": False}, micro=4),
+    "ddp4": Cell({}),
+    "hsdp4": Cell({"dp_replicate": 2, "dp_shard": 2}),
+    "hsdp4_accumulate": Cell({"dp_shard": 2}, micro=1, recompute=True),
+    "hsdp4_whole": Cell({"dp_shard": 2, "accumulate": "whole"}, micro=1),
+    "hsdp4_double": Cell({"dp_shard": 2}, micro=1, double=True),
+    "fsdp4": Cell({"dp_shard": 4}, micro=1),
+    "hsdp4_moe": Cell(
+        {"dp_shard": 2}, {"family": "mixtral", "n_experts": 4, "balance": "bias", "moe_ffn_dim": 32}, double=True
+    ),
+    "ddp4_moe": Cell(
+        {}, {"family": "mixtral", "n_experts": 4, "balance": "bias", "moe_ffn_dim": 32}, micro=1, double=True
+    ),
+    "fsdp2_bf16": Cell({"dp_shard": 2}, dtype=torch.bfloat16),
+    "ddp2_bf16": Cell({"dp_replicate": 2}, dtype=torch.bfloat16),
+}
+
+
+def reference(cell: Cell) -> dict[str, Any]:
+    """The same training by one process with all rows at once."""
+    whole = Cell({}, cell.model, dtype=cell.dtype, double=cell.double)
+    return train(whole, build_mesh(Degrees(), CPU), ParallelConfig())
+
+
+def _spread(model: LanguageModel, **settings: Any) -> Parallelized:
+    config = ParallelConfig(**settings)
+    return parallelize(model, build_mesh(config.resolve(world_size()), CPU), config, precision(), CPU)
+
+
+def _message(kind: type[Exception], call: Any) -> str:
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return "no error"
+
+
+def meta_build() -> dict[str, Any]:
+    """Ranks other than the first hold no weights before they are spread."""
+    out: dict[str, Any] = {}
+    here = "cpu" if rank() == 0 else "meta"
+    for name, settings in {"ddp": {}, "fsdp": {"dp_shard": world_size()}, "hsdp": {"dp_shard": 2}}.items():
+        parallel = _spread(tiny(tied=False, device=here), **settings)
+        out[name] = {n: full_tensor(t).clone() for n, t in model_state(parallel.model).items()}
+        out[name]["gain"] = dict(parallel.model.named_buffers())["gain"]
+    dense = _spread(decoder("qwen3", here), dp_shard=world_size())
+    out["decoder"] = {n: full_tensor(t).clone() for n, t in model_state(dense.model).items()}
+    AutogradExecutor(2, precision()).run(dense, NextTokenConfig().build(), global_batch(0).rows(0, 2))
+    out["tied"] = _message(ModelError, lambda: _spread(tiny(tied=True, device=here), dp_shard=2))
+    out["none"] = _message(ModelError, lambda: _spread(tiny(tied=False, device="meta"), dp_shard=2))
+    return out
+
+
+def different_builds() -> dict[str, Any]:
+    return {
+        "seed": _message(ModelError, lambda: _spread(tiny(seed=rank()))),
+        "tying": _message(ModelError, lambda: _spread(tiny(tied=rank() == 0), dp_shard=2)),
+        "width": _message(ModelError, lambda: _spread(decoder(ffn_dim=48 + 16 * rank()))),
+    }
+
+
+def unused() -> dict[str, Any]:
+    """A branch that nobody uses is an error under DDP; one that only the first rank uses is right when allowed."""
+    batch = my_rows(global_batch(0), build_mesh(Degrees(dp_replicate=2), CPU))
+    executor = AutogradExecutor(4, precision())
+    objective = NextTokenConfig().build()
+
+    def twice():
+        model = tiny()
+        model.use_branch = False
+        parallel = _spread(model)
+        for _ in range(2):
+            executor.run(parallel, objective, batch)
+
+    out: dict[str, Any] = {"refused": _message(ConfigError, twice)}
+    for name, settings in {"ddp": {}, "fsdp": {"dp_shard": 2}}.items():
+        model = tiny()
+        model.use_branch = rank() == 0
+        parallel = _spread(model, find_unused_parameters=True, **settings)
+        for _ in range(2):
+            parallel.model.zero_grad(set_to_none=True)
+            executor.run(parallel, objective, batch)
+        out[name] = {n: full_tensor(p.grad).clone() for n, p in parallel.model.named_parameters()}
+    return out
+
+
+def states() -> dict[str, Any]:
+    """Names without prefixes, loading whole and sharded values, buffers that stay a rank's own."""
+    out: dict[str, Any] = {}
+    wanted = {n: t.clone() for n, t in model_state(tiny(seed=5)).items()}
+    for name, settings in {"ddp": {}, "fsdp": {"dp_shard": 2}}.items():
+        parallel = _spread(tiny(), **settings)
+        assert model_state(parallel.module).keys() == model_state(tiny()).keys() == parallel.state().keys()
+        load_model_state(parallel.module, wanted)
+        got = {n: full_tensor(t) for n, t in parallel.state().items()}
+        assert all(torch.equal(got[n], wanted[n]) for n in wanted)
+        saved = {n: t.clone() for n, t in parallel.state().items()}
+        with torch.no_grad():
+            for p in parallel.model.parameters():
+                p.zero_()
+        load_model_state(parallel.module, saved)
+        assert all(torch.equal(full_tensor(t), wanted[n]) for n, t in parallel.state().items())
+        executor = AutogradExecutor(2, precision())
+        mine = my_rows(global_batch(0), build_mesh(Degrees(dp_replicate=2), CPU))
+        for step in (1, 2):
+            executor.run(parallel, NextTokenConfig().build(), mine)
+            assert parallel.model.seen.item() == wanted["seen"].item() + step * mine.tokens.sum().item()
+        frozen = tiny()
+        frozen.requires_grad_(False)
+        out[name] = forward_only(_spread(frozen, **settings).module, NextTokenConfig().build(), mine, precision()).sum
+    out["missing"] = _message(ModelError, lambda: load_model_state(tiny(), {**wanted, "x": wanted["norm.bias"]}))
+    out["shape"] = _message(
+        ModelError, lambda: load_model_state(tiny(), {**wanted, "norm.bias": wanted["embed.weight"]})
+    )
+    return out
+
+
+def gradients_between_micro_batches() -> dict[str, Any]:
+    """What FSDP2 holds after the first of two micro-batches, as a share of the parameters."""
+    out: dict[str, Any] = {}
+    for accumulate in ("sharded", "whole"):
+        parallel = _spread(decoder(), dp_shard=2, accumulate=accumulate)
+        batch = global_batch(0)
+        with parallel.no_sync(last_micro_batch=False):
+            NextTokenConfig().build()(parallel.module, batch).sum.backward()
+        out[accumulate] = sum(
+            0 if p.grad is None else local_tensor(p.grad).numel() for p in parallel.model.parameters()
+        ) / sum(p.numel() for p in parallel.model.parameters())
+    return out
+
+
+def meshes() -> dict[str, Any]:
+    """Coordinates and groups with dimensions that data parallelism does not use."""
+    out: dict[str, Any] = {}
+    for name, degrees in {
+        "shard_tp": Degrees(dp_shard=2, tp=2),
+        "replicate_cp": Degrees(dp_replicate=2, cp=2),
+        "pp_shard": Degrees(pp=2, dp_shard=2),
+        "hsdp": Degrees(dp_replicate=2, dp_shard=2),
+    }.items():
+        mesh = build_mesh(degrees, CPU)
+        members = []
+        for dims in (("dp_replicate", "dp_shard"), ("dp_replicate", "dp_shard", "cp"), ("tp",)):
+            group = mesh.group(*dims)
+            members.append([rank()] if group is None else dist.get_process_group_ranks(group))
+        out[name] = (mesh.dp_rank, mesh.dp_size, *members)
+    return {"ranks": gather_objects(out), "unknown": _message(ValueError, lambda: mesh.submesh("xp"))}
+
+
+CHECKS = {
+    f.__name__: f for f in (meta_build, different_builds, unused, states, gradients_between_micro_batches, meshes)
+}
+
+
+def main(out: str, names: str) -> None:
+    torch.set_num_threads(1)
+    init_distributed(CPU, timeout_s=60)
+    results: dict[str, Any] = {}
+    for name in names.split(","):
+        if name in CHECKS:
+            results[name] = CHECKS[name]()
+        else:
+            cell = TRAININGS[name]
+            config = ParallelConfig(**cell.parallel)
+            results[name] = train(cell, build_mesh(config.resolve(world_size()), CPU), config)
+    torch.save(results, f"{out}.{rank()}")
+    shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])
