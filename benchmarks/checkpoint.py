@@ -51,7 +51,9 @@ def main() -> None:
             plain = seconds_per_step(folder, "plain", steps, None)
             saving = seconds_per_step(folder, "saving", steps, 50)
         pairs.append((plain, saving))
-        print(f"turn {turn + 1}: {plain * 1e3:.1f} ms a step without, {saving * 1e3:.1f} ms with checkpoints", flush=True)
+        print(
+            f"turn {turn + 1}: {plain * 1e3:.1f} ms a step without, {saving * 1e3:.1f} ms with checkpoints", flush=True
+        )
     costs = [1 - plain / saving for plain, saving in pairs]
     result = {"tokens_per_s_lost": statistics.median(costs), "range": [min(costs), max(costs)], "turns": turns}
     print(f"tokens/s lost to a checkpoint every 50 steps: {100 * result['tokens_per_s_lost']:.2f} % (median)")
@@ -61,10 +63,13 @@ def main() -> None:
         out = Path(__file__).parent / "results" / "checkpoint.md"
         out.parent.mkdir(exist_ok=True)
         rows = "\n".join(f"| {i + 1} | {a * 1e3:.1f} | {b * 1e3:.1f} |" for i, (a, b) in enumerate(pairs))
+        lost = (
+            f"**{100 * result['tokens_per_s_lost']:.2f} %** (range {100 * min(costs):.2f} to {100 * max(costs):.2f} %)"
+        )
         out.write_text(
-            "# Cost of asynchronous checkpoints\n\n`python benchmarks/checkpoint.py`: 10M parameters, fp32, CPU, a save every 50 "
-            f"steps.\n\n| turn | ms/step without | ms/step with |\n|---|---|---|\n{rows}\n\nTokens/s lost, median: "
-            f"**{100 * result['tokens_per_s_lost']:.2f} %** (range {100 * min(costs):.2f} to {100 * max(costs):.2f} %).\n"
+            "# Cost of asynchronous checkpoints\n\n`python benchmarks/checkpoint.py`: 10M parameters, fp32, CPU, saving "
+            f"every 50 steps.\n\n| turn | ms/step without | ms/step with |\n|---|---|---|\n{rows}\n\n"
+            f"Tokens/s lost, median: {lost}.\n"
         )
 
 

@@ -2,11 +2,10 @@
 
     python benchmarks/loader.py [--docs 10000000] [--quick] [--json FILE]
 
-plan    seconds from a corpus of N documents to the first rows of an epoch, per batcher, and the bytes that the plan holds
+plan    seconds from a corpus of N documents to the first rows of an epoch, per batcher, and the bytes the plan holds
 resume  seconds from a saved state in the middle of the corpus to the next batch, with a new loader
-share   time to make a batch over the time of a step, at 20,000 tokens/s, for documents of 200 tokens on average (one of
-        ten over a row long) in rows of 1024; made in the training thread, that is without the help of prefetching
-state   bytes of the saved position
+share   time to make a batch of 8 rows of 1024 over the time of its step at 20,000 tokens/s; made in the training
+        thread, that is without the help of prefetching
 
 Lengths are log-normal with a mean of 200. Tokens are views of one array, so that only the loader's own work is timed.
 """

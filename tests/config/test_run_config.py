@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from trainwright import RunConfig
-from trainwright.config.run_config import apply_override, parse_yaml
+from trainwright.config.run_config import apply_override, parse_yaml, read_recipe
 from trainwright.core.errors import ConfigError
 
 
@@ -93,7 +93,7 @@ def test_schema_lists_every_method_and_accepts_the_quickstart():
     schema = RunConfig.json_schema()
     text = json.dumps(schema)
     assert '"optimizer_muon"' in text and '"slot_source"' in text
-    quick = parse_yaml(open("recipes/quickstart.yaml").read(), "quickstart")
+    quick = read_recipe(None)
     jsonschema.validate(quick, schema)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({"optimizer": {"name": "adamw", "lr": "x"}}, schema)

@@ -28,7 +28,6 @@ def _two(slot):
         """Holds another."""
 
         inner: MethodConfig = Field(default="plain")
-        model_config = {"validate_default": True}
 
     Nested.model_fields["inner"].metadata.append(Slot(slot))
     Nested.model_rebuild(force=True)

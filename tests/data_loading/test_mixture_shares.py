@@ -130,6 +130,26 @@ def test_weights_may_change_in_mid_run():
     assert largest_error([source_of(r) for r in second], new_shares) <= 1  # from the change on
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    before=st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 50), min_size=1),
+    after=st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 50), min_size=1),
+    rows=st.integers(0, 60),
+)
+def test_any_change_of_the_mix_counts_shares_from_then_on(before, after, rows):
+    before, after = ({name: float(w) for name, w in weights.items()} for weights in (before, after))
+    old, new = mixture(before), mixture(after)
+    refs = old.take(rows)
+    new.set_position(json.loads(json.dumps(old.position())))
+    more = new.take(60)
+    assert new.rows == rows + 60
+    if before != after:
+        assert largest_error([ref.stream for ref in more], after) <= 1
+    for name in before.keys() | after.keys():
+        mine = [(ref.epoch, ref.row) for ref in refs + more if ref.stream == name]
+        assert mine == [divmod(i, 3) for i in range(len(mine))]  # each source goes on where it was
+
+
 def test_a_source_may_be_added_in_mid_run():
     old = {name: SOURCES[name] for name in "ac"}
     wide = SOURCES | {"b": [4] * 7}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from numbered_docs import PAD, STEP, all_rows, numbered
+from numbered_docs import PAD, STEP, all_rows, numbered, stream
 
 from trainwright.core.registry import build, methods
 from trainwright.data.batchers.best_fit import BestFitConfig
@@ -57,6 +57,28 @@ def test_ids_survive_whatever_type_the_data_has(name):
     assert batch.tokens.dtype == torch.int64
     real = batch.tokens[batch.tokens != PAD]
     assert real.min() == 60_000 and real.max() == 60_008
+
+
+def epoch_rows(rows, epoch):
+    segments = rows.segments(epoch, range(rows.num_rows(epoch)))
+    return [tuple(zip(*(a.tolist() for a in s), strict=True)) for s in segments]
+
+
+@every
+def test_rows_of_one_long_document_are_shuffled_by_epoch_and_seed(name):
+    dataset = numbered([4 * 50])
+    orders = [epoch_rows(stream(dataset, name, 4, seed), epoch) for seed, epoch in ((1, 0), (1, 1), (2, 0))]
+    assert sorted(orders[0]) == sorted(orders[1]) == sorted(orders[2])
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+    in_order = sum(a[0][2] == b[0][1] for a, b in zip(orders[0], orders[0][1:], strict=False))
+    assert in_order < 10  # neighbours in the document are not neighbours in a batch
+
+
+@pytest.mark.parametrize("name", ["packed", "best_fit"])
+def test_documents_meet_others_in_each_epoch(name):
+    rows = stream(numbered(np.random.default_rng(0).integers(1, 9, 200).tolist()), name, 16)
+    one, other = (set(epoch_rows(rows, epoch)) for epoch in (0, 1))
+    assert len(one & other) < 0.2 * len(one)
 
 
 def test_windows_of_best_fit_hold_each_document_once_too():

@@ -1,13 +1,21 @@
 """Memory methods change where activations live, and nothing else."""
 
+import copy
+import io
+import pickle
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainwright.core.errors import ConfigError
 from trainwright.core.registry import build, methods
+from trainwright.memory import activation_checkpointing
 from trainwright.models.decoder_config import DecoderModelConfig
 
 CASES = [{"name": m.name} for m in methods("memory")] + [
@@ -199,3 +207,89 @@ def test_experts_and_packed_documents(mode_name):
 def test_settings_that_make_no_sense(settings):
     with pytest.raises(ConfigError):
         build("memory", {"name": "activation_checkpointing", **settings})
+
+
+def saved(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved])
+@every
+def test_a_copy_trains_itself(settings, copied):
+    """Checkpointing by a closure over the original's forward would train the original."""
+    model = decoder()
+    build("memory", settings).apply(model)
+    other = copied(model)
+    assert [type(b) for b in other.blocks] == [type(b) for b in model.blocks]
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(1.5)
+    plain = decoder()
+    plain.load_state_dict(other.state_dict())
+    loss, expected = gradients(plain)
+    again, got = gradients(other)
+    assert torch.equal(loss, again)
+    assert all(p.grad is None for p in model.parameters())
+    for name, grad in expected.items():
+        assert torch.equal(got[name], grad), name
+
+
+@pytest.mark.parametrize("name", ["full", "every_n", "selective"])
+def test_applying_twice(name):
+    model = decoder(dropout=False)
+    once = products(mode(name))
+    build("memory", mode(name)).apply(model)
+    build("memory", mode(name)).apply(model)
+    with Products() as counter:
+        gradients(model)
+    assert counter.count == once
+    for other in {"none", "full", "every_n", "selective"} - {name}:
+        with pytest.raises(ConfigError, match="applied to this model before"):
+            build("memory", mode(other)).apply(model)
+
+
+def test_a_forward_on_the_instance_is_refused():
+    model = decoder()
+    model.blocks[1].forward = model.blocks[1].forward
+    with pytest.raises(ConfigError, match=r"forward of a Dropped was replaced"):
+        build("memory", mode("full")).apply(model)
+
+
+@every
+def test_sharded_afterwards(settings, tmp_path):
+    plain, changed = decoder(), decoder()
+    build("memory", settings).apply(changed)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for block in changed.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(changed, mesh=mesh)
+        assert [n for n, _ in plain.named_parameters()] == [n for n, _ in changed.named_parameters()]
+        loss, expected = gradients(plain)
+        again, got = gradients(changed)
+        assert torch.equal(loss, again)
+        for name, grad in expected.items():
+            assert torch.equal(got[name].full_tensor(), grad), name
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "baddbmm",
+        "_grouped_mm",
+        "_scaled_mm",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    ],
+)
+def test_selective_keeps(name):
+    if not hasattr(torch.ops.aten, name):
+        pytest.skip("not in this release of torch")
+    policy = activation_checkpointing._keep_products(None, getattr(torch.ops.aten, name).default)
+    assert policy == torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE

@@ -145,11 +145,16 @@ def clip_figures(name, mesh):
     plain = nn.Parameter(torch.zeros(3))
     plain.grad = torch.full((3,), 100.0)
     mixed = clip([*two.parameters(), plain])  # sharded and plain together
+    half = nn.Parameter(distribute_tensor(torch.zeros(37, 5, dtype=torch.bfloat16), mesh, [Shard(0)]))
+    grad = torch.randn(37, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
+    half.grad = distribute_tensor(grad, mesh, [Shard(0)])
+    half_norm = float(clip([half]))
     gradients = [torch.cat([whole(p.grad).flatten() for p in m.parameters()]) for m in (one, two)]
     return {
         "norms": [float(n) for n in norms],
         "plain_norm": not isinstance(norms[1], DTensor),
         "mixed": float(mixed),
+        "half": half_norm / float(grad.double().norm()),
         "direction": float(torch.cosine_similarity(*gradients, dim=0)),
     }
 

@@ -98,3 +98,19 @@ def test_mixed_dtypes():
 def test_max_norm_has_to_be_positive():
     with pytest.raises(ConfigError, match="greater than 0"):
         build("clip", {"name": "global_norm", "max_norm": 0})
+
+
+@every
+def test_16_bit_gradients_are_summed_in_float32(name):
+    """bfloat16 has 8 bits of mantissa; a norm held in it is off by up to 0.4 per cent."""
+    g = torch.Generator().manual_seed(0)
+    for dtype in (torch.bfloat16, torch.float16):
+        params = [nn.Parameter(torch.zeros(50 + i, 37, dtype=dtype)) for i in range(9)]
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=g).to(dtype)
+        params.append(nn.Parameter(torch.zeros(5)))
+        params[-1].grad = torch.ones(5)
+        before = norm_of(params)
+        norm = build("clip", name).build()(params)
+        assert norm.dtype == torch.float32
+        assert float(norm) == pytest.approx(float(before), rel=1e-5)

@@ -3,11 +3,17 @@
 import copy
 import json
 import logging
+import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from optimizer_zoo import ROLES, Zoo, backward, batch, named, train
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from trainwright.core.errors import CheckpointError, ConfigError
 from trainwright.core.params import NamedParam
@@ -104,7 +110,8 @@ def test_step_counts_go_to_the_device_of_fused_kernels():
         optimizer = torch.optim.AdamW([p], foreach=False)
         optimizer.param_groups[0]["fused"] = fused
         specs = {"p": {"step": {"shape": [], "dtype": "float32", "placements": None}}}
-        scalars = {"names": ["p"], "specs": specs, "numbers": {}, "groups": [{}], "extra": {}}
+        groups = [{"params": ["p"], "entries": {}}]
+        scalars = {"names": ["p"], "specs": specs, "numbers": {}, "groups": groups, "extra": {}}
         tensors = allocate_named_state(params, scalars)
         load_named_state(optimizer, params, {"tensors": tensors, "scalars": scalars})
         assert optimizer.state[p]["step"].device.type == device
@@ -437,3 +444,156 @@ def test_muon_without_matrices():
     params = [NamedParam("b", nn.Parameter(torch.zeros(3)), "bias")]
     with pytest.raises(ConfigError, match="use adamw"):
         build("optimizer", "muon").build(params)
+
+
+def test_every_check_comes_before_the_first_assignment():
+    """Nothing is half loaded: the state and the groups of the optimizer are as before."""
+
+    def two_groups(model, split):
+        members = [n.param for n in named(model)]
+        return torch.optim.SGD([{"params": members[:split]}, {"params": members[split:]}], lr=0.1, momentum=0.9)
+
+    first = Zoo()
+    stored = two_groups(first, 3)
+    train(first, stored, 1)
+    state = named_state(stored, named(first))
+    second = Zoo()
+    one = torch.optim.SGD(second.parameters(), lr=0.1, momentum=0.9)
+    incomplete = copy.deepcopy(state)
+    del incomplete["tensors"]["up"]
+    misshapen = copy.deepcopy(state)
+    misshapen["tensors"]["up"]["momentum_buffer"] = torch.zeros(2)
+    cases = [
+        (one, state, "1 parameter groups, the checkpoint 2"),
+        (
+            two_groups(second, 4),
+            state,
+            r"only in the optimizer: \[down, experts, square, up\].*only in the checkpoint: \[down, sq",
+        ),
+        (two_groups(second, 3), incomplete, r"state of up should hold \['momentum_buffer'\]"),
+        (two_groups(second, 3), misshapen, r"momentum_buffer in the optimizer state of up .*\[13, 6\].*\[2\]"),
+    ]
+    for optimizer, bad, says in cases:
+        with pytest.raises(CheckpointError, match=says):
+            load_named_state(optimizer, named(second), bad)
+        assert not optimizer.state
+
+
+def test_a_live_state_is_copied_unless_told_otherwise():
+    first, second, third = Zoo(), Zoo(), Zoo()
+    optimizer = make("adamw", first)
+    train(first, optimizer, 1)
+    state = named_state(optimizer, named(first))
+    kept = copy.deepcopy(state["tensors"])
+    other, taker = make("adamw", second), make("adamw", third)
+    load_named_state(other, named(second), state)
+    train(second, other, 2)
+    for n, entries in kept.items():
+        for key, tensor in entries.items():
+            assert torch.equal(state["tensors"][n][key], tensor), (n, key)
+    load_named_state(taker, named(third), state, copy=False)
+    assert taker.state[third.up]["exp_avg"].data_ptr() == state["tensors"]["up"]["exp_avg"].data_ptr()
+
+
+def test_groups_are_matched_by_their_names():
+    class Counted(torch.optim.SGD):
+        group_state = ("count",)
+
+    def counted(model, *groups):
+        by_name = dict(model.named_parameters())
+        return Counted([{"params": [by_name[n] for n in g], "count": 0} for g in groups], lr=0.1)
+
+    first, second = Zoo(), Zoo()
+    rest = [n for n in ROLES if n not in ("up", "down", "norm")]
+    stored = counted(first, ["up", "down"], ["norm"], rest)
+    for i, group in enumerate(stored.param_groups):
+        group["count"] = 10 + i
+    loaded = counted(second, rest[::-1], ["norm"], ["down", "up"])
+    load_named_state(loaded, named(second), named_state(stored, named(first)))
+    assert [g["count"] for g in loaded.param_groups] == [12, 11, 10]
+    with pytest.raises(CheckpointError, match=r"only in the checkpoint: \[down, up\]; \[norm\]"):
+        load_named_state(
+            counted(second, ["up"], ["down", "norm"], rest), named(second), named_state(stored, named(first))
+        )
+
+
+@every
+def test_copies_and_pickles(name):
+    model = Zoo()
+    optimizer = make(name, model)
+    train(model, optimizer, 2)
+    for copied in (copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))):
+        straight, a = copied((model, optimizer))
+        other, b = copied((model, optimizer))
+        before = weights(model)
+        train(straight, a, 2, first=2), train(other, b, 1, first=2), train(other, copied(b), 0)
+        assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+        train(other, b, 1, first=3)
+        for (n, p), q in zip(straight.named_parameters(), other.parameters(), strict=True):
+            assert torch.equal(p, q) and not torch.equal(p, before[n]), n
+        for group in b.param_groups:
+            group["lr"] = 0.0
+        before = weights(other)
+        train(other, b, 1)
+        assert all(torch.equal(p, before[n]) for n, p in other.named_parameters())
+    expected = copy.deepcopy((model, optimizer))
+    train(*expected, 1, first=2), train(model, optimizer, 1, first=2)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), expected[0].parameters(), strict=True))
+
+
+@every
+def test_torch_distributed_state_dict(name):
+    """What other training loops store through: entries by name."""
+    model = Zoo()
+    optimizer = make(name, model)
+    train(model, optimizer, 2)
+    stored = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    assert set(stored["state"]) == set(ROLES)
+    other = copy.deepcopy(model)
+    resumed = make(name, other)
+    set_optimizer_state_dict(other, resumed, stored)
+    train(model, optimizer, 2, first=2), train(other, resumed, 2, first=2)
+    for (n, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q), n
+
+
+@every
+def test_torch_load_refuses_other_groups(name):
+    model = Zoo()
+    optimizer = make(name, model)
+    state = optimizer.state_dict()
+    state["param_groups"] = state["param_groups"][:-1]
+    with pytest.raises(ValueError, match="parameter groups"):
+        optimizer.load_state_dict(state)
+    train(model, optimizer, 1)
+
+
+@every
+def test_plain_and_sharded_parameters_together(name, tmp_path):
+    """A few parameters left out of sharding (0-d gains, a frozen tower's adapter) step as they would alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        whole, mixed = Zoo(), Zoo()
+        a = make(name, whole)
+        fully_shard(mixed, mesh=mesh, ignored_params={mixed.gain, mixed.down, mixed.bias, mixed.head})
+        assert {isinstance(p, DTensor) for p in mixed.parameters()} == {True, False}
+        b = make(name, mixed)
+        train(whole, a, 2), train(mixed, b, 2)
+        # A checkpoint of one layout goes on in the other.
+        moved = copy.deepcopy(whole)
+        c = make(name, moved)
+        state = named_state(b, named(mixed))
+        tensors = allocate_named_state(named(moved), state["scalars"])
+        for n, entries in tensors.items():
+            for key, tensor in entries.items():
+                source = state["tensors"][n][key]
+                tensor.copy_(source.full_tensor() if isinstance(source, DTensor) else source)
+        load_named_state(c, named(moved), {"tensors": tensors, "scalars": state["scalars"]})
+        train(whole, a, 1, first=2), train(mixed, b, 1, first=2), train(moved, c, 1, first=2)
+        for (n, p), q, r in zip(whole.named_parameters(), mixed.parameters(), moved.parameters(), strict=True):
+            q = q.full_tensor() if isinstance(q, DTensor) else q
+            torch.testing.assert_close(q, p, atol=1e-6, rtol=1e-5, msg=n)
+            torch.testing.assert_close(r, p, atol=1e-6, rtol=1e-5, msg=n)
+    finally:
+        dist.destroy_process_group()

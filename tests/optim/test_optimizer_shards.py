@@ -79,6 +79,7 @@ def test_clipping_sees_all_shards(ranks, name):
         assert two == pytest.approx(one, rel=1e-5) and one > 1
         assert figures["plain_norm"]
         assert figures["mixed"] >= 100 * 3**0.5
+        assert figures["half"] == pytest.approx(1.0, rel=1e-5)
         assert figures["direction"] > 0.999999
 
 

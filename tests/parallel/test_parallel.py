@@ -1,3 +1,4 @@
+import functools
 import os
 import socket
 
@@ -74,6 +75,10 @@ def _gradients(parallel, batch, micro):
     return {n: full_tensor(p.grad).clone() for n, p in parallel.model.named_parameters()}
 
 
+def _name(cell, message):
+    return f"{cell}: {message}"
+
+
 def _worker(rank, world, port, out):
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK="0"
@@ -136,7 +141,7 @@ def test_gradients_of_two_ranks_equal_one_process(tmp_path):
                 expected[tied][name],
                 rtol=1e-5,
                 atol=1e-7,
-                msg=lambda m: f"{way} {tied} {recompute} {micro} {name}: {m}",
+                msg=functools.partial(_name, (way, tied, recompute, micro, name)),
             )
         if way == "dp_shard":
             assert held <= 0.51 * total

@@ -284,7 +284,9 @@ def test_moved_run_is_opened_evaluated_and_sampled(recipe, tmp_path):
 
 def test_float16_overflow_lowers_the_scale_and_is_no_fault_of_the_run(recipe):
     """A scale far too high: the first steps overflow, leave the weights alone, and the run goes on; it resumes too."""
-    data = recipe(**{"train.steps": 20, "checkpoint.every": 19, "precision": {"name": "fp16", "initial_scale": 2.0**28}})
+    data = recipe(
+        **{"train.steps": 20, "checkpoint.every": 19, "precision": {"name": "fp16", "initial_scale": 2.0**28}}
+    )
     trainer = Trainer(RunConfig.load(data))
     before = weights_of(trainer)
     rows, first = [], []

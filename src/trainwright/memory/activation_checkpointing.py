@@ -14,20 +14,27 @@ from pydantic import Field, PositiveInt
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from trainwright.core.errors import ConfigError
 from trainwright.core.registry import register
 from trainwright.memory.base import MemoryConfig
 from trainwright.models.base import LanguageModel
 
-# Matrix products, and attention where one kernel does all of it.
-_KEPT = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-}
+# Matrix products, and attention where one kernel does all of it; not every release of torch has all of them.
+_KEPT_NAMES = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "_grouped_mm",
+    "_scaled_mm",
+    "_scaled_grouped_mm",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+_KEPT = {getattr(torch.ops.aten, name).default for name in _KEPT_NAMES if hasattr(torch.ops.aten, name)}
 
 
 def _keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -36,20 +43,62 @@ def _keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def checkpoint_block(block: nn.Module, selective: bool = False) -> None:
-    """Make ``block`` recompute its activations. Replaces its ``forward``, so names of parameters stay as they are."""
-    forward = block.forward
-    extra: dict[str, Any] = (
-        {"context_fn": functools.partial(create_selective_checkpoint_contexts, _keep_products)} if selective else {}
-    )
+class _Recomputed(nn.Module):
+    """Goes before the class of a block. A copy of the block recomputes itself, not the block it was copied from."""
 
-    @functools.wraps(forward)
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
+    _plain_class: type[nn.Module]
+    _keeps_products: bool
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        forward = super().forward
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        extra: dict[str, Any] = {"context_fn": _selective_contexts} if self._keeps_products else {}
         return checkpoint(forward, *args, use_reentrant=False, **extra, **kwargs)
 
-    block.forward = recomputed  # type: ignore[method-assign]
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # No module holds the class made below under its name, so pickles hold the plain one.
+        reduced: tuple[Any, ...] = super().__reduce_ex__(max(int(protocol), 2))  # type: ignore[assignment]
+        return (_new_recomputed, (self._plain_class,), *reduced[2:])
+
+
+@functools.cache
+def _recomputed_class(plain: Any) -> type[nn.Module]:
+    body = {"_plain_class": plain, "__module__": plain.__module__, "__doc__": plain.__doc__}
+    return type(f"Checkpointed{plain.__name__}", (_Recomputed, plain), body)
+
+
+def _new_recomputed(plain: type[nn.Module]) -> nn.Module:
+    cls = _recomputed_class(plain)
+    return cls.__new__(cls)
+
+
+_selective_contexts = functools.partial(create_selective_checkpoint_contexts, _keep_products)
+
+
+def checkpoint_block(block: nn.Module, selective: bool = False) -> None:
+    """Make ``block`` recompute its activations, by another class as FSDP2 does; names of parameters stay as they are.
+
+    Again with the same ``selective`` changes nothing. Raises ConfigError when ``block`` does it the other way already,
+    and when its ``forward`` was replaced on the instance, which would bypass the class.
+    """
+    if isinstance(block, _Recomputed):
+        if block._keeps_products != selective:
+            raise ConfigError(_APPLIED)
+        return
+    if "forward" in block.__dict__:
+        raise ConfigError(
+            f"forward of a {type(block).__name__} was replaced on the instance, which activation checkpointing cannot "
+            "reach; apply it first, or make the change in a subclass"
+        )
+    block._keeps_products = selective  # type: ignore[assignment]
+    block.__class__ = _recomputed_class(type(block))
+
+
+_APPLIED = (
+    "activation checkpointing was applied to this model before, with other settings; "
+    "apply it once, or build the model anew"
+)
 
 
 @register("memory", "activation_checkpointing", paper="arXiv:1604.06174")
@@ -63,6 +112,9 @@ class ActivationCheckpointingConfig(MemoryConfig):
 
     def apply(self, model: LanguageModel) -> None:
         step = {"none": 0, "full": 1, "selective": 1, "every_n": self.n}[self.mode]
-        for i, block in enumerate(model.blocks):
-            if step and i % step == 0:
-                checkpoint_block(block, selective=self.mode == "selective")
+        chosen = [block for i, block in enumerate(model.blocks) if step and i % step == 0]
+        before = {id(block) for block in model.blocks if isinstance(block, _Recomputed)}
+        if before and before != {id(block) for block in chosen}:
+            raise ConfigError(_APPLIED, key="memory.mode", value=self.mode)
+        for block in chosen:
+            checkpoint_block(block, selective=self.mode == "selective")

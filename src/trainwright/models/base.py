@@ -78,7 +78,7 @@ class ModelConfig(MethodConfig):
 
         Fresh weights are drawn from torch's global generator.
 
-        ``vocab_size`` is the tokenizer's. Raises ConfigError / ModelError when the tokenizer or ``seq_len`` does not fit.
+        ``vocab_size`` is the tokenizer's. Raises ConfigError or ModelError when that or ``seq_len`` does not fit.
         """
 
     def tokenizer_path(self) -> str | None:

@@ -13,17 +13,23 @@ from pydantic import Field, PositiveFloat, field_validator
 
 from trainwright.core.params import NamedParam
 from trainwright.core.registry import register
-from trainwright.optim.base import OptimizerConfig
+from trainwright.optim.base import OptimizerConfig, by_mesh
 
 DECAYED = ("matrix", "expert", "embedding", "head", "router")
 
 
 def decay_groups(params: Sequence[NamedParam], weight_decay: float) -> list[dict[str, object]]:
-    """Two groups, with and without decay: norms, biases and scalars set scales, which decay has no business with."""
+    """Groups with and without decay: norms, biases and scalars set scales, which decay has no business with.
+
+    Each of the two once more by mesh. ``split_of`` tells which were one, so that a checkpoint does not depend on it.
+    """
     decayed = [n.param for n in params if n.role in DECAYED]
     rest = [n.param for n in params if n.role not in DECAYED]
-    groups = ({"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0})
-    return [g for g in groups if g["params"]]
+    return [
+        {"params": part, "weight_decay": decay, "split_of": kind}
+        for kind, members, decay in (("decayed", decayed, weight_decay), ("rest", rest, 0.0))
+        for part in by_mesh(members).values()
+    ]
 
 
 @register("optimizer", "adamw", paper="arXiv:1711.05101")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from trainwright.core.errors import ConfigError
 from trainwright.core.params import NamedParam
@@ -89,6 +91,14 @@ def check_params(params: Sequence[NamedParam]) -> None:
             ", ".join(n.name for n in low[:3]),
             ", ..." if len(low) > 3 else "",
         )
+
+
+def by_mesh(tensors: Iterable[Tensor]) -> dict[DeviceMesh | None, list[Tensor]]:
+    """``tensors`` by the mesh that they are sharded over, None: plain; one kernel cannot take several of these."""
+    parts: dict[DeviceMesh | None, list[Tensor]] = {}
+    for t in tensors:
+        parts.setdefault(t.device_mesh if isinstance(t, DTensor) else None, []).append(t)
+    return parts
 
 
 Factor = Callable[[int], float]  # 0-based step -> factor on every group's initial lr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
@@ -72,15 +73,22 @@ class CompositeOptimizer(torch.optim.Optimizer):
         for part in self.parts:
             part.zero_grad(set_to_none)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"parts": [part.state_dict() for part in self.parts]}
+    def __getstate__(self) -> dict[str, Any]:
+        return {"parts": self.parts, "defaults": self.defaults}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if len(state_dict.get("parts", ())) != len(self.parts):
-            raise ValueError(f"expected the states of {len(self.parts)} parts, got {len(state_dict.get('parts', ()))}")
-        for part, state in zip(self.parts, state_dict["parts"], strict=True):
-            part.load_state_dict(state)
-        self.param_groups = [group for part in self.parts for group in part.param_groups]
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "parts" in state:  # a copy or a pickle
+            self.parts = state["parts"]
+        else:  # torch's load_state_dict: the state of all parts together, groups in their order
+            groups = iter(state["param_groups"])
+            for part in self.parts:
+                mine = [next(groups) for _ in part.param_groups]
+                entries: defaultdict[Tensor, Any] = defaultdict(dict)
+                entries.update({p: state["state"][p] for g in mine for p in g["params"] if p in state["state"]})
+                part.__setstate__({"state": entries, "param_groups": mine})
+        shared = [group for part in self.parts for group in part.param_groups]
+        routed = {"param_groups": shared, "state": _RoutedState(self.parts)}
+        super().__setstate__({"defaults": state.get("defaults", self.__dict__.get("defaults", {})), **routed})
 
     @property
     def group_state(self) -> tuple[str, ...]:

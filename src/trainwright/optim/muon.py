@@ -25,7 +25,7 @@ from trainwright.core.errors import ConfigError
 from trainwright.core.hardware import cpu_features
 from trainwright.core.params import NamedParam
 from trainwright.core.registry import Slot, register
-from trainwright.optim.base import OptimizerConfig
+from trainwright.optim.base import OptimizerConfig, by_mesh
 from trainwright.optim.composite import CompositeOptimizer
 
 BATCH_BYTES = 256 * 2**20  # of whole matrices that go through the iteration together
@@ -106,6 +106,9 @@ class Muon(torch.optim.Optimizer):
                 if p.ndim < 2:
                     raise ValueError(f"Muon takes matrices, got a parameter of shape {tuple(p.shape)}")
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "dtype": self.dtype}  # torch's leaves out what it does not know
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         loss = None
@@ -113,8 +116,7 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            if params:
+            for params in by_mesh(p for p in group["params"] if p.grad is not None).values():
                 self._step_group(params, group)
         return loss
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ def named_state(optimizer: torch.optim.Optimizer, params: Sequence[NamedParam]) 
     """``{"tensors": {param name: {key: tensor}}, "scalars": {...}}``; the tensors are live, the scalars JSON values.
 
     ``scalars`` holds the kind of optimizer, names and shapes of all parameters, shape, dtype and placement of every
-    tensor (so that it can be allocated before it is read), numbers in the state, the group entries that the optimizer
-    lists in ``group_state``, and what its ``extra_state()`` returns (generators, counters).
+    tensor (so that it can be allocated before it is read), numbers in the state, per group the names of its parameters
+    and the entries that the optimizer lists in ``group_state``, and what its ``extra_state()`` returns (generators,
+    counters).
     """
     tensors: dict[str, dict[str, Tensor]] = {}
     specs: dict[str, dict[str, Any]] = {}
@@ -32,7 +34,10 @@ def named_state(optimizer: torch.optim.Optimizer, params: Sequence[NamedParam]) 
             else:
                 numbers.setdefault(n.name, {})[key] = value
     keys = getattr(optimizer, "group_state", ())
-    groups = [{k: g[k] for k in keys if k in g} for g in optimizer.param_groups]
+    groups = [
+        {"params": sorted(names), "entries": {k: members[0][k] for k in keys if k in members[0]}}
+        for names, members in _groups(optimizer, params)
+    ]
     extra = optimizer.extra_state() if hasattr(optimizer, "extra_state") else {}
     scalars = {
         "kind": _kind(optimizer),
@@ -75,36 +80,106 @@ def allocate_named_state(params: Sequence[NamedParam], scalars: dict[str, Any]) 
     }
 
 
-def load_named_state(optimizer: torch.optim.Optimizer, params: Sequence[NamedParam], state: dict[str, Any]) -> None:
-    """Put a state from :func:`named_state` (its tensors filled) into ``optimizer``, matched by name."""
-    scalars = state["scalars"]
+def load_named_state(
+    optimizer: torch.optim.Optimizer, params: Sequence[NamedParam], state: dict[str, Any], *, copy: bool = True
+) -> None:
+    """Put a state from :func:`named_state` (its tensors filled) into ``optimizer``, matched by name.
+
+    copy  False: the tensors become the optimizer's own; for those of :func:`allocate_named_state`, held by no other.
+    Raises CheckpointError, before anything is changed, when names, shapes, tensors, groups or the kind of optimizer
+    differ.
+    """
+    scalars, given = state["scalars"], state["tensors"]
     allocate_named_state(params, {**scalars, "specs": {}})  # names and shapes must agree
     if scalars.get("kind", _kind(optimizer)) != _kind(optimizer):
         raise CheckpointError(
             f"the checkpoint holds the state of {scalars['kind']}, the optimizer is {_kind(optimizer)}; "
             "resume with the same optimizer, or start a new run from the weights"
         )
+    _check_tensors(scalars["specs"], given)
+    groups = _match_groups(optimizer, params, scalars["groups"])
+    expected = set(optimizer.extra_state()) if hasattr(optimizer, "extra_state") else set()
+    if expected != set(scalars["extra"]):
+        raise CheckpointError(
+            f"the optimizer keeps {sorted(expected)} beside its tensors, the checkpoint holds "
+            f"{sorted(scalars['extra'])}; resume with the same optimizer, or start a new run from the weights"
+        )
     # torch keeps step counts on the CPU, except for fused and capturable kernels, which read them on the device.
     on_device = {p for g in optimizer.param_groups if g.get("fused") or g.get("capturable") for p in g["params"]}
     for n in params:
-        tensors = state["tensors"].get(n.name, {})
-        if n.param in on_device:
-            device = local_tensor(n.param).device
-            tensors = {key: t.to(device) if t.ndim == 0 else t for key, t in tensors.items()}
+        tensors = dict(given.get(n.name, {}))
+        for key, t in tensors.items():
+            wanted = local_tensor(n.param).device if n.param in on_device and t.ndim == 0 else None
+            tensors[key] = t.detach().to(wanted or t.device, copy=copy)
         entries = {**scalars["numbers"].get(n.name, {}), **tensors}
         if entries:
             optimizer.state[n.param] = entries
         elif n.param in optimizer.state:
             del optimizer.state[n.param]
-    if len(scalars["groups"]) != len(optimizer.param_groups):
-        raise CheckpointError(
-            f"the optimizer has {len(optimizer.param_groups)} parameter groups, "
-            f"the checkpoint {len(scalars['groups'])}; resume with the same optimizer"
-        )
-    for group, stored in zip(optimizer.param_groups, scalars["groups"], strict=True):
-        group.update(stored)
+    for group, stored in groups:
+        group.update(deepcopy(stored))
     if hasattr(optimizer, "load_extra_state"):
         optimizer.load_extra_state(scalars["extra"])
+
+
+def _groups(
+    optimizer: torch.optim.Optimizer, params: Sequence[NamedParam]
+) -> list[tuple[frozenset[str], list[dict[str, Any]]]]:
+    """Names and dicts of each group; those that were split by layout alone (``split_of``) count as one."""
+    name_of = {id(n.param): n.name for n in params}
+    found: dict[Any, tuple[set[str], list[dict[str, Any]]]] = {}
+    parts = getattr(optimizer, "parts", None) or [optimizer]
+    for i, j, group in ((i, j, group) for i, part in enumerate(parts) for j, group in enumerate(part.param_groups)):
+        names, members = found.setdefault((i, group.get("split_of", j)), (set(), []))
+        unknown = [tuple(p.shape) for p in group["params"] if id(p) not in name_of]
+        if unknown:
+            raise CheckpointError(
+                f"the optimizer steps parameters without a name here, of shapes {unknown[:4]}; "
+                "give all of its parameters with their names"
+            )
+        names |= {name_of[id(p)] for p in group["params"]}
+        members.append(group)
+    return [(frozenset(names), members) for names, members in found.values()]
+
+
+def _match_groups(
+    optimizer: torch.optim.Optimizer, params: Sequence[NamedParam], stored: list[dict[str, Any]]
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each group of ``optimizer`` with its stored entries. CheckpointError names what is grouped differently."""
+    live = _groups(optimizer, params)
+    entries = {frozenset(g["params"]): g["entries"] for g in stored}
+    if entries.keys() != {names for names, _ in live}:
+        sides = {
+            "only in the optimizer": [names for names, _ in live if names not in entries],
+            "only in the checkpoint": [names for names in entries if names not in {names for names, _ in live}],
+        }
+        found = [f"{what}: {'; '.join(_listed(g) for g in which)}" for what, which in sides.items() if which]
+        raise CheckpointError(
+            f"the optimizer has {len(live)} parameter groups, the checkpoint {len(stored)}, and they differ "
+            f"({' / '.join(found)}); resume with the same optimizer, or start a new run from the weights"
+        )
+    return [(group, entries[names]) for names, members in live for group in members]
+
+
+def _listed(names: frozenset[str]) -> str:
+    shown = sorted(names)
+    return f"[{', '.join(shown[:8])}{', ...' if len(shown) > 8 else ''}]"
+
+
+def _check_tensors(specs: dict[str, dict[str, Any]], tensors: dict[str, dict[str, Tensor]]) -> None:
+    for name in specs.keys() | tensors.keys():
+        wanted, got = specs.get(name, {}), tensors.get(name, {})
+        if wanted.keys() != got.keys():
+            raise CheckpointError(
+                f"the optimizer state of {name} should hold {sorted(wanted)}, it holds {sorted(got)}; "
+                "fill what allocate_named_state gives"
+            )
+        for key, spec in wanted.items():
+            if list(got[key].shape) != spec["shape"]:
+                raise CheckpointError(
+                    f"{key} in the optimizer state of {name} should have shape {spec['shape']}, "
+                    f"it has {list(got[key].shape)}; fill what allocate_named_state gives"
+                )
 
 
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -230,7 +230,8 @@ class Trainer:
         scalars = inspect(path).meta["optimizer"]
         tree = self._tensors_tree(allocate_named_state(self.params, scalars))
         meta = self.checkpointer.load(path, tensors=tree, weights=self.parallel.state())
-        load_named_state(self.optimizer, self.params, {"tensors": tree["optimizer"], "scalars": scalars})
+        state = {"tensors": tree["optimizer"], "scalars": scalars}
+        load_named_state(self.optimizer, self.params, state, copy=False)
         if self.average is not None:
             self.average.load_state_dict({"tensors": tree["average"], "scalars": meta["average"]})
         self.clip.load_state_dict(meta["clip"])
@@ -412,8 +413,8 @@ class Trainer:
         path = self.checkpointer.latest(before=verdict.since) or self.checkpointer.latest()
         if path is None:
             raise StoppedByMonitor(
-                f"{verdict.monitor} asked for a rollback at step {failed} ({verdict.reason}), but there is no checkpoint "
-                "yet; set checkpoint.every"
+                f"{verdict.monitor} asked for a rollback at step {failed} ({verdict.reason}), but there is no "
+                "checkpoint yet; set checkpoint.every"
             )
         self._restore(path, loader=False)
         for _ in range(verdict.skip_steps):

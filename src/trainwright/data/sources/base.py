@@ -30,8 +30,10 @@ class SourceConfig(MethodConfig):
 
     @abstractmethod
     def documents(self, split: Split, validation_fraction: float) -> Iterator[Document]:
-        """Stream one split in a fixed order. The split of a document depends on its id alone (python_stdlib: on its
-        file), so it never moves. Raises DataError naming file and line for missing, empty, binary or malformed input."""
+        """Stream one split in a fixed order. The split of a document depends on its id alone, so it never moves.
+
+        Raises DataError naming file and line for missing, empty, binary or malformed input.
+        """
 
     @abstractmethod
     def fingerprint(self) -> str:

@@ -8,13 +8,11 @@ from typing import Any
 import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from trainwright.core.distributed import full_tensor
 from trainwright.core.registry import register
-from trainwright.optim.base import ClipConfig
+from trainwright.optim.base import ClipConfig, by_mesh
 
 
 class GlobalNormClipper:
@@ -24,17 +22,14 @@ class GlobalNormClipper:
         self.max_norm = max_norm
 
     def __call__(self, params: Sequence[Tensor]) -> Tensor:
-        # Parameters on different meshes, or on none, cannot go through one kernel together.
-        parts: dict[DeviceMesh | None, list[Tensor]] = {}
-        for p in params:
-            if p.grad is not None:
-                parts.setdefault(p.grad.device_mesh if isinstance(p.grad, DTensor) else None, []).append(p)
+        # Gradients lie as their parameters do.
+        parts = list(by_mesh(p for p in params if p.grad is not None).values())
         if not parts:
             return torch.zeros((), device=params[0].device if params else None)
-        norms = [full_tensor(get_total_norm([p.grad for p in part if p.grad is not None])) for part in parts.values()]
+        norms = [full_tensor(norm) for part in parts for norm in _norms([p.grad for p in part if p.grad is not None])]
         norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
         if self.max_norm is not None:
-            for part in parts.values():
+            for part in parts:
                 clip_grads_with_norm_(part, self.max_norm, norm)
         return norm
 
@@ -43,6 +38,17 @@ class GlobalNormClipper:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         return None
+
+
+def _norms(grads: list[Tensor]) -> list[Tensor]:
+    """Norms of 0-d whose squares add up to that of ``grads``; 16-bit gradients are summed in float32."""
+    low = [g for g in grads if g.element_size() < 4]
+    norms = [get_total_norm(high)] if (high := [g for g in grads if g.element_size() >= 4]) else []
+    if low:
+        device = low[0].device
+        each = torch._foreach_norm(low, 2.0, dtype=torch.float32)
+        norms.append(torch.linalg.vector_norm(torch.stack([n.to(device) for n in each])))
+    return norms
 
 
 @register("clip", "global_norm", paper="arXiv:1211.5063")
