@@ -468,7 +468,7 @@ def test_every_check_comes_before_the_first_assignment():
         (
             two_groups(second, 4),
             state,
-            r"only in the optimizer: \[down, experts, square, up\].*only in the checkpoint: \[down, sq",
+            r"only in the optimizer: \[down, experts, square, up\].*checkpoint: \[down, sq",
         ),
         (two_groups(second, 3), incomplete, r"state of up should hold \['momentum_buffer'\]"),
         (two_groups(second, 3), misshapen, r"momentum_buffer in the optimizer state of up .*\[13, 6\].*\[2\]"),

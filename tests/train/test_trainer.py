@@ -321,3 +321,23 @@ def test_a_skipped_step_under_float16_leaves_the_scaler_ready(recipe):
     rows = []
     trainer.fit(on_step=rows.append)
     assert [r["step"] for r in rows] == [1, 2, 3, 4]
+
+
+def test_epochs_see_every_row_once_and_end_with_what_is_left(recipe):
+    trainer = Trainer(
+        RunConfig.load(recipe(**{"train.steps": None, "train.epochs": 2, "train.global_batch_tokens": 7 * 32}))
+    )
+    rows = 2 * trainer.data.rows_per_epoch
+    assert rows % trainer.rows, "the case wants a last step that is not full"
+    trained = []
+    inner = trainer.executor.run
+
+    def watch(parallel, objective, batch):
+        trained.append(int((batch.weights > 0).sum()))
+        return inner(parallel, objective, batch)
+
+    trainer.executor.run = watch
+    summary = trainer.fit()
+    assert summary["step"] == math.ceil(rows / trainer.rows) and summary["epoch"] == pytest.approx(2)
+    docs = sum(d.num_docs for d in trainer.data.train.values())
+    assert sum(trained) == 2 * (trainer.data.train_tokens - docs)

@@ -62,10 +62,14 @@ class _Recomputed(nn.Module):
         return (_new_recomputed, (self._plain_class,), *reduced[2:])
 
 
-@functools.cache
-def _recomputed_class(plain: Any) -> type[nn.Module]:
-    body = {"_plain_class": plain, "__module__": plain.__module__, "__doc__": plain.__doc__}
-    return type(f"Checkpointed{plain.__name__}", (_Recomputed, plain), body)
+_classes: dict[type, type[nn.Module]] = {}  # plain: recomputed; one each, so that compiled code is shared
+
+
+def _recomputed_class(plain: type[nn.Module]) -> type[nn.Module]:
+    if plain not in _classes:
+        body = {"_plain_class": plain, "__module__": plain.__module__, "__doc__": plain.__doc__}
+        _classes[plain] = type(f"Checkpointed{plain.__name__}", (_Recomputed, plain), body)
+    return _classes[plain]
 
 
 def _new_recomputed(plain: type[nn.Module]) -> nn.Module:

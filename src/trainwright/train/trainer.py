@@ -7,7 +7,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -135,7 +135,10 @@ class Trainer:
             rank=self.mesh.dp_rank,
             world_size=self.mesh.dp_size,
         )
-        self.loader = self.data.train_loader(self.rows)
+        epochs = config.train.epochs
+        # With epochs the last step takes what is left, filled up with padding, and not rows of the next epoch.
+        self._max_rows = None if epochs is None else max(1, math.ceil(epochs * self.data.rows_per_epoch))
+        self.loader = self.data.train_loader(self.rows, self._max_rows)
 
     def _micro_batch_size(self) -> int:
         config = self.config.train
@@ -148,8 +151,8 @@ class Trainer:
             return train.steps
         if train.tokens is not None:
             return math.ceil(train.tokens / train.global_batch_tokens)
-        if train.epochs is not None:
-            return max(1, math.ceil(train.epochs * self.data.rows_per_epoch / self.rows))
+        if self._max_rows is not None:
+            return math.ceil(self._max_rows / self.rows)
         return 10_000  # a run by the clock: the schedule's scale, see _position
 
     def _build_policy(self) -> Policy:
@@ -272,7 +275,10 @@ class Trainer:
             if config.evaluate.at_start and self.progress.step == 0:
                 summary |= self._validate()
             while not self._finished():
-                row, verdict = self._step()
+                try:
+                    row, verdict = self._step()
+                except StopIteration:  # a rollback has passed over data, so that the epochs end before the steps
+                    break
                 summary |= row
                 if on_step is not None:
                     on_step(row)
@@ -418,7 +424,8 @@ class Trainer:
             )
         self._restore(path, loader=False)
         for _ in range(verdict.skip_steps):
-            self.loader.next_batch()
+            with suppress(StopIteration):
+                self.loader.next_batch()
         self.save()  # a crash from here on must not resume behind the rollback
         self._event(
             {
