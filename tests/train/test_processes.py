@@ -96,7 +96,7 @@ SHORT = {"train.steps": 20, "train.seq_len": 32, "train.global_batch_tokens": 25
 )
 def test_several_processes_equal_one(recipe, tmp_path, ways):
     one = recipe(**SHORT, **{"run.name": "one"})
-    many = recipe(**SHORT, **{"run.name": "many"})
+    many = recipe(**SHORT, **{"run.name": "many", "log.sample": "alpha"})
     finish(start(write(tmp_path, one, "one.yaml")))
     nproc = 4 if len(ways) == 2 else 2
     finish(start(write(tmp_path, many), "--nproc", str(nproc), *ways))
@@ -104,6 +104,7 @@ def test_several_processes_equal_one(recipe, tmp_path, ways):
     assert a.keys() == b.keys()
     for step in a:
         assert b[step] == pytest.approx(a[step], rel=1e-5), step
+    assert (RunConfig.load(many).run_dir / "sample.txt").read_text().startswith("alpha")
 
 
 @pytest.mark.parametrize("before, after", [(1, 2), (2, 1)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,24 @@ def saved_config(run_dir: Path) -> dict[str, Any]:
     return data
 
 
-def prepare(config: RunConfig, resume: bool) -> None:
-    """Make the folder (rank 0), or check that it can be resumed. On every rank raises what rank 0 found."""
+def check(config: RunConfig, resume: bool) -> None:
+    """Before any work: whether the run's folder can be made, replaced or resumed. Leaves at most an empty folder behind.
+
+    Rank 0 looks; what it finds is raised on every rank. Raises ConfigError.
+    """
+    _on_main(lambda: _check(config, resume))
+
+
+def create(config: RunConfig, resume: bool) -> None:
+    """Make the run's folder and write the resolved recipe; an older run goes only now. Raises ConfigError."""
+    _on_main(lambda: _create(config, resume))
+
+
+def _on_main(work: Callable[[], None]) -> None:
     problem: InputError | None = None
     if is_main():
         try:
-            _prepare(config, resume)
+            work()
         except InputError as error:
             problem = error
     problem = broadcast_object(problem)
@@ -39,7 +52,7 @@ def prepare(config: RunConfig, resume: bool) -> None:
         raise problem
 
 
-def _prepare(config: RunConfig, resume: bool) -> None:
+def _check(config: RunConfig, resume: bool) -> None:
     run_dir = config.run_dir
     exists = (run_dir / CONFIG).exists()
     if exists and resume:
@@ -51,26 +64,41 @@ def _prepare(config: RunConfig, resume: bool) -> None:
             key="run.name",
             value=config.run.name,
         )
-    elif run_dir.exists() and not exists and any(run_dir.iterdir()) and not resume:
+    elif run_dir.is_dir() and not exists and any(run_dir.iterdir()) and not resume:
         raise ConfigError(
             f"{run_dir} exists and is not a run; choose another run.name or run.dir",
             key="run.name",
             value=config.run.name,
         )
     try:
-        if exists and not resume:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        probe = run_dir / f".probe.{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise _unwritable(config, error) from None
+
+
+def _create(config: RunConfig, resume: bool) -> None:
+    run_dir = config.run_dir
+    try:
+        if (run_dir / CONFIG).exists() and not resume:
             shutil.rmtree(run_dir)
             if config.checkpoint.dir is not None:
                 shutil.rmtree(config.checkpoint_dir, ignore_errors=True)
-        run_dir.mkdir(parents=True, exist_ok=True)
         config.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir(parents=True, exist_ok=True)
         write_atomic(run_dir / CONFIG, config.to_yaml())
     except OSError as error:
-        raise ConfigError(
-            f"cannot write the run's folder {run_dir}: {error.strerror or error}; choose a writable run.dir",
-            key="run.dir",
-            value=str(config.run.dir),
-        ) from None
+        raise _unwritable(config, error) from None
+
+
+def _unwritable(config: RunConfig, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot write the run's folder {config.run_dir}: {error.strerror or error}; choose a writable run.dir",
+        key="run.dir",
+        value=str(config.run.dir),
+    )
 
 
 def check_same_model(config: RunConfig, saved: dict[str, Any]) -> None:

@@ -70,7 +70,7 @@ class Trainer:
                 key="train.global_batch_tokens",
                 value=config.train.global_batch_tokens,
             )
-        run_folder.prepare(config, resume)
+        run_folder.check(config, resume)
         if config.run.deterministic and self.device.type == "cuda":
             torch.use_deterministic_algorithms(True, warn_only=True)
 
@@ -166,6 +166,7 @@ class Trainer:
         from trainwright.train.progress import make_progress
 
         config = self.config
+        run_folder.create(config, self.resume)
         self.checkpointer = Checkpointer(
             config.checkpoint_dir,
             keep=config.checkpoint.keep,
@@ -313,7 +314,7 @@ class Trainer:
                 signal.signal(number, handler)
             self._close()
         summary["run_dir"] = str(config.run_dir)
-        if is_main() and config.log.sample is not None:
+        if config.log.sample is not None:
             self._sample(config.log.sample)
         if is_main() and config.log.report:
             from trainwright.train.report import write_report
@@ -494,8 +495,10 @@ class Trainer:
     def _sample(self, prompt: str) -> None:
         from trainwright.train.runs import sample_text
 
+        # On every rank: a sharded model needs all of them for a forward pass, and the same seed gives the same text.
         text = sample_text(self.parallel.model, self.tokenizer, prompt, seed=self.config.run.seed)
-        run_folder.write_atomic(self.config.run_dir / "sample.txt", text)
+        if is_main():
+            run_folder.write_atomic(self.config.run_dir / "sample.txt", text)
 
     def _close(self) -> None:
         self.loader.close()
