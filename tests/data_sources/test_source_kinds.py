@@ -308,3 +308,10 @@ def test_stdlib_missing(tmp_path, monkeypatch):
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     with pytest.raises(DataError, match=r"holds no \.py files"):
         build({"name": "python_stdlib"}).fingerprint()
+
+
+def test_stdlib_leaves_out_generated_code_pages():
+    """Near-copies of each other: in the validation split they would flatter every model."""
+    source = build({"name": "python_stdlib"})
+    ids = {d.id for split in ("train", "validation") for d in source.documents(split, 0.05)}
+    assert "encodings/cp860.py" not in ids and {"encodings/utf_8.py", "ast.py"} <= ids
