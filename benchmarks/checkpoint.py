@@ -67,7 +67,7 @@ def main() -> None:
             f"**{100 * result['tokens_per_s_lost']:.2f} %** (range {100 * min(costs):.2f} to {100 * max(costs):.2f} %)"
         )
         out.write_text(
-            "# Cost of asynchronous checkpoints\n\n`python benchmarks/checkpoint.py`: 10M parameters, fp32, CPU, saving "
+            "# Cost of asynchronous checkpoints\n\n`benchmarks/checkpoint.py`: 10M parameters, fp32, CPU, a save "
             f"every 50 steps.\n\n| turn | ms/step without | ms/step with |\n|---|---|---|\n{rows}\n\n"
             f"Tokens/s lost, median: {lost}.\n"
         )

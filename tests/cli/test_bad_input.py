@@ -28,7 +28,7 @@ CASES = {
     "heads not dividing width": ({"model.n_heads": 5}, "model.n_heads=5: does not divide dim=64"),
     "seq_len beyond the model's limit": ({"model.max_seq_len": 16}, "model.max_seq_len=16: seq_len=32 is beyond it"),
     "missing data": ({"data.sources": [{"name": "text", "path": "/nowhere"}]}, "/nowhere"),
-    "no data": ({"data.sources": []}, "data.sources: is empty"),
+    "no data": ({"data.sources": []}, "data.sources=[]: is empty; name at least one source"),
     "device": ({"run.device": "cuda:7"}, "run.device='cuda:7': no CUDA device"),
     "fewer rows than ranks": ({"train.global_batch_tokens": 0}, "train.global_batch_tokens=0"),
     "batch and length": ({"train.global_batch_tokens": 250}, "use 224 or 256"),

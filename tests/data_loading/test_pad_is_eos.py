@@ -12,7 +12,7 @@ def test_a_real_eos_is_a_target_and_padding_is_not():
     eos = pad = 9
     docs = [[1, 2, 3, eos], [4, 5, eos]]
     stream = RowStream(ArrayDataset(docs), build("batcher", "padded"), 6, seed=0)
-    loader = Loader([stream], None, global_batch_rows=2, pad_id=pad, prefetch=0)
+    loader = Loader({"docs": stream}, None, global_batch_rows=2, pad_id=pad, prefetch=0)
     batch = loader.next_batch()
     trained = batch.targets[batch.weights > 0].tolist()
     assert sorted(trained) == sorted(t for d in docs for t in d[1:])

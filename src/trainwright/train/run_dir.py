@@ -28,7 +28,7 @@ def saved_config(run_dir: Path) -> dict[str, Any]:
 
 
 def check(config: RunConfig, resume: bool) -> None:
-    """Before any work: whether the run's folder can be made, replaced or resumed. Leaves at most an empty folder behind.
+    """Before any work: can the run's folder be made, replaced or resumed? Leaves at most an empty folder behind.
 
     Rank 0 looks; what it finds is raised on every rank. Raises ConfigError.
     """
