@@ -21,6 +21,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from trainwright.core.hardware import cache_dir
+
 SOURCE = Path(__file__).with_name("kernels.c")
 FLAGS = ["-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-std=c11"]
 P, I64, F32, INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
@@ -42,11 +44,6 @@ def _cpu() -> str:
         return "\n".join(next(x for x in lines if x.startswith(key)) for key in ("model name", "flags"))
     except (OSError, StopIteration):
         return f"{platform.machine()} {platform.processor()}"
-
-
-def _cache_dir() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "trainwright" / "kernels"
 
 
 def compiler() -> str | None:
@@ -81,7 +78,7 @@ def library() -> ctypes.CDLL | None:
         return None
     version = subprocess.run([cc, "-dumpfullversion", "-dumpversion"], capture_output=True, text=True).stdout
     text = "\0".join([SOURCE.read_text(), *FLAGS, cc, version, _cpu()])
-    path = _cache_dir() / f"kernels-{hashlib.blake2b(text.encode(), digest_size=10).hexdigest()}.so"
+    path = (cache_dir() / "kernels") / f"kernels-{hashlib.blake2b(text.encode(), digest_size=10).hexdigest()}.so"
     try:
         if not path.exists():
             _compile(cc, path)
