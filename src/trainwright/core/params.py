@@ -18,6 +18,8 @@ class NamedParam:
     name: str
     param: nn.Parameter
     role: Role
+    # Rows (dim -2) of each matrix that was fused into this one, e.g. q, k and v; empty: it is one matrix.
+    splits: tuple[int, ...] = ()
 
 
 def named_params(model: nn.Module) -> list[NamedParam]:

@@ -7,13 +7,15 @@ Decoupled Weight Decay Regularization, arXiv:1711.05101.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from pydantic import Field, PositiveFloat, field_validator
+from torch import Tensor
 
 from trainwright.core.params import NamedParam
 from trainwright.core.registry import register
-from trainwright.optim.base import OptimizerConfig, by_mesh
+from trainwright.optim.base import OptimizerConfig, UpdateRule, by_mesh
 
 DECAYED = ("matrix", "expert", "embedding", "head", "router")
 
@@ -30,6 +32,52 @@ def decay_groups(params: Sequence[NamedParam], weight_decay: float) -> list[dict
         for kind, members, decay in (("decayed", decayed, weight_decay), ("rest", rest, 0.0))
         for part in by_mesh(members).values()
     ]
+
+
+class AdamW(UpdateRule):
+    """AdamW whose update methods like MGUP and SPECTRA can change; torch.optim.AdamW is the faster one alone.
+
+    State per parameter: ``exp_avg``, ``exp_avg_sq`` (its shape), ``step`` (float32 scalar).
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+    ):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def updates(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+        updates = [torch.zeros_like(p, memory_format=torch.preserve_format) for p in params]
+        for device in {p.device for p in params}:
+            some = [i for i, p in enumerate(params) if p.device == device]
+            own = [params[i] for i in some]
+            for p in own:
+                if "step" not in self.state[p]:
+                    # Like torch's: float32 by the parameter, where the fused kernel reads it.
+                    self.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            steps = [self.state[p]["step"] for p in own]
+            torch._foreach_add_(steps, 1)
+            # The fused kernel's step from zero weights with rate 1, upwards, is u.
+            torch._fused_adamw_(
+                [updates[i] for i in some],
+                [grads[i] for i in some],
+                self.state_of(own, "exp_avg"),
+                self.state_of(own, "exp_avg_sq"),
+                [],
+                steps,
+                lr=1.0,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=0.0,
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=True,
+            )
+        return updates
 
 
 @register("optimizer", "adamw", paper="arXiv:1711.05101")
@@ -50,3 +98,6 @@ class AdamWConfig(OptimizerConfig):
         return torch.optim.AdamW(
             decay_groups(params, self.weight_decay), lr=self.lr, betas=self.betas, eps=self.eps, fused=True
         )
+
+    def build_rule(self, params: Sequence[NamedParam]) -> AdamW:
+        return AdamW(decay_groups(params, self.weight_decay), self.lr, self.betas, self.eps)

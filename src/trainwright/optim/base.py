@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
@@ -47,25 +47,42 @@ class OptimizerConfig(MethodConfig):
     def build(self, params: Sequence[NamedParam]) -> torch.optim.Optimizer:
         """A torch optimizer over ``params``. Its groups hold ``lr``, which the loop scales by the schedule."""
 
+    def build_rule(self, params: Sequence[NamedParam]) -> torch.optim.Optimizer:
+        """The same as UpdateRule, or several in a CompositeOptimizer: for methods that change another one's update.
+
+        Raises ConfigError for methods whose update cannot be had apart from the step.
+        """
+        built = self.build(params)
+        if not all(isinstance(part, UpdateRule) for part in getattr(built, "parts", [built])):
+            raise ConfigError(
+                "its update cannot be changed by another method; use adamw, lion, signum or muon",
+                key="name",
+                value=self.name,
+            )
+        return built
+
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         super().__pydantic_init_subclass__(**kwargs)
-        build = cls.__dict__.get("build")
-        if build is None or getattr(build, "__isabstractmethod__", False):
-            return
+        for name in ("build", "build_rule"):
+            build = cls.__dict__.get(name)
+            if build is not None and not getattr(build, "__isabstractmethod__", False):
+                setattr(cls, name, _checked(build))
 
-        @functools.wraps(build)
-        def checked(self: OptimizerConfig, params: Sequence[NamedParam]) -> torch.optim.Optimizer:
-            if _nested.get():
-                return build(self, params)
-            check_params(params)
-            token = _nested.set(True)
-            try:
-                return build(self, params)
-            finally:
-                _nested.reset(token)
 
-        cls.build = checked  # type: ignore[method-assign]
+def _checked(build: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
+    @functools.wraps(build)
+    def checked(self: OptimizerConfig, params: Sequence[NamedParam]) -> torch.optim.Optimizer:
+        if _nested.get():
+            return build(self, params)
+        check_params(params)
+        token = _nested.set(True)
+        try:
+            return build(self, params)
+        finally:
+            _nested.reset(token)
+
+    return checked
 
 
 def check_params(params: Sequence[NamedParam]) -> None:
@@ -99,6 +116,55 @@ def by_mesh(tensors: Iterable[Tensor]) -> dict[DeviceMesh | None, list[Tensor]]:
     for t in tensors:
         parts.setdefault(t.device_mesh if isinstance(t, DTensor) else None, []).append(t)
     return parts
+
+
+class UpdateRule(torch.optim.Optimizer):
+    """An optimizer whose step is ``w = w (1 - lr weight_decay) - lr u``; a subclass says what ``u`` is.
+
+    Groups hold ``lr`` and may hold ``weight_decay``. Wrappers call :meth:`updates`, change what it gives, and
+    :meth:`apply` it, so the two together are the step.
+    """
+
+    @abstractmethod
+    def updates(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+        """``u`` of each of ``params``: fresh tensors laid out as they are, without rate and decay; moves the state.
+
+        All tensors of one call are plain or lie on one mesh.
+        """
+
+    def start(self, group: dict[str, Any]) -> None:
+        """Called once per step and group that has a gradient, before :meth:`updates`: the place to count steps."""
+
+    def apply(self, params: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> None:
+        """The step, given ``u``."""
+        if group.get("weight_decay"):
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(params, updates, alpha=-group["lr"])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parts = by_mesh(p for p in group["params"] if p.grad is not None)
+            if parts:
+                self.start(group)
+            for params in parts.values():
+                grads = [cast(Tensor, p.grad) for p in params]
+                self.apply(params, self.updates(params, grads, group), group)
+        return loss
+
+    def state_of(self, params: Sequence[Tensor], key: str, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """The state tensor ``key`` of each parameter, of its shape and layout; zeros where there is none yet."""
+        found = []
+        for p in params:
+            state = self.state[p]
+            if key not in state:
+                state[key] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
+            found.append(state[key])
+        return found
 
 
 Factor = Callable[[int], float]  # 0-based step -> factor on every group's initial lr

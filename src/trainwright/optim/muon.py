@@ -5,30 +5,27 @@ w = w (1 - lr wd) - lr s o, with s = 0.2 sqrt(max(out, in)) ("match_rms_adamw": 
 its rates and decay carry over) or s = sqrt(max(1, out / in)) ("original").
 Keller Jordan, https://kellerjordan.github.io/posts/muon, 2024; Muon is Scalable for LLM Training, arXiv:2502.16982.
 
-The iteration runs on whole matrices: a sharded one is gathered first, since orthogonalising a shard gives another
-update. Matrices of one shape, and the experts of a layer, go through it in batches of up to BATCH_BYTES, so that of a
-sharded model only that much is whole at a time.
+The iteration runs on whole matrices, since orthogonalising a shard gives another update: of a sharded model each rank
+gets some of the matrices whole, and sends the updates back (whole.py). Matrices of one shape, and the experts of a
+layer, go through it in batches.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal, cast
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-from trainwright.core.errors import ConfigError
 from trainwright.core.hardware import cpu_features
 from trainwright.core.params import NamedParam
-from trainwright.core.registry import Slot, register
-from trainwright.optim.base import OptimizerConfig, by_mesh
-from trainwright.optim.composite import CompositeOptimizer
+from trainwright.core.registry import register
+from trainwright.optim.matrix import MatrixConfig, MatrixRule
+from trainwright.optim.whole import map_whole
 
-BATCH_BYTES = 256 * 2**20  # of whole matrices that go through the iteration together
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic; steep at 0, within [0.7, 1.2] at the end
 
 
@@ -73,7 +70,7 @@ def iteration_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(MatrixRule):
     """Muon for parameters with two or more dimensions; the last two are the matrix, those before it a batch.
 
     params           matrices ``[out, in]`` or stacks ``[E, out, in]``, plain or DTensor
@@ -101,68 +98,35 @@ class Muon(torch.optim.Optimizer):
         }  # fmt: skip
         self.dtype = dtype
         super().__init__(params, defaults)
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.ndim < 2:
-                    raise ValueError(f"Muon takes matrices, got a parameter of shape {tuple(p.shape)}")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "dtype": self.dtype}  # torch's leaves out what it does not know
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for params in by_mesh(p for p in group["params"] if p.grad is not None).values():
-                self._step_group(params, group)
-        return loss
-
-    def _step_group(self, params: list[Tensor], group: dict[str, Any]) -> None:
+    def directions(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+        """What is orthogonalised: the momentum, or Nesterov's look-ahead. The caller must not write to it."""
         mu = group["momentum"]
-        grads = [cast(Tensor, p.grad) for p in params]
-        momenta = []
-        for p in params:
-            if "momentum" not in self.state[p]:
-                self.state[p]["momentum"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            momenta.append(self.state[p]["momentum"])
+        momenta = self.state_of(params, "momentum")
         torch._foreach_lerp_(momenta, grads, 1 - mu)
-        directions = torch._foreach_lerp(grads, momenta, mu) if group["nesterov"] else momenta
-        if group["weight_decay"]:
-            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-        batches: dict[tuple[torch.Size, torch.device], list[int]] = {}
-        for i, p in enumerate(params):
-            batches.setdefault((p.shape, p.device), []).append(i)
-        for (shape, device), members in batches.items():
-            if shape.numel() == 0:
-                continue
-            scale = -group["lr"] * update_scale(shape, group["adjust"])
-            size = max(1, BATCH_BYTES // (shape.numel() * params[members[0]].element_size()))
-            for start in range(0, len(members), size):
-                some = members[start : start + size]
-                whole = torch.stack([_gather(directions[i]) for i in some])  # [n, ..., out, in]
-                dtype = self.dtype or (whole.dtype if whole.dtype == torch.float64 else iteration_dtype(device))
-                updates = newton_schulz(whole, group["ns_steps"], group["eps"], dtype)
-                targets = [params[i] for i in some]
-                shards = [_like(u.to(t.dtype), t) for u, t in zip(updates.unbind(0), targets, strict=True)]
-                torch._foreach_add_(targets, shards, alpha=scale)
+        return list(torch._foreach_lerp(grads, momenta, mu)) if group["nesterov"] else momenta
 
+    def orthogonalise(self, directions: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+        """The scaled updates of ``directions``."""
+        given = directions[0].dtype
+        dtype = self.dtype or (given if given == torch.float64 else iteration_dtype(directions[0].device))
 
-def _gather(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
+        def function(stack: Tensor) -> Tensor:
+            updates = newton_schulz(stack, group["ns_steps"], group["eps"], dtype)
+            return updates * update_scale(stack.shape, group["adjust"])
 
+        narrow = dtype if dtype.itemsize < given.itemsize else given
+        return map_whole(function, directions, splits=group["splits"], wire=narrow)
 
-def _like(full: Tensor, target: Tensor) -> Tensor:
-    """``full`` laid out as ``target`` is; every rank holds the same ``full``, so nothing is sent."""
-    if not isinstance(target, DTensor):
-        return full
-    return distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+    def updates(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+        return self.orthogonalise(self.directions(params, grads, group), group)
 
 
 @register("optimizer", "muon", paper="arXiv:2502.16982", seed_id="B033")
-class MuonConfig(OptimizerConfig):
+class MuonConfig(MatrixConfig):
     """Orthogonalised momentum for hidden matrices, another optimizer for the rest (Moonlight's scaling)."""
 
     lr: float = Field(2e-2, gt=0, description="Peak learning rate of the matrices; the schedule multiplies it.")
@@ -172,25 +136,16 @@ class MuonConfig(OptimizerConfig):
     adjust: Literal["match_rms_adamw", "original"] = Field(
         "match_rms_adamw", description="Scale of the update: 0.2 sqrt(max side), as Moonlight, or sqrt(max(1, out/in))."
     )
-    inner: Annotated[OptimizerConfig, Slot("optimizer", default="adamw")] = Field(
-        cast(OptimizerConfig, {"name": "adamw"}), description="Optimizer of embeddings, head, norms and biases."
-    )
 
     @model_validator(mode="after")
     def _makes_sense(self) -> MuonConfig:
         if self.nesterov and self.momentum == 0:
             raise ValueError("nesterov needs momentum > 0")
-        if isinstance(self.inner, MuonConfig):
-            raise ValueError("inner has to step embeddings, norms and biases, which muon cannot; use adamw or sgd")
         return self
 
-    def build(self, params: Sequence[NamedParam]) -> torch.optim.Optimizer:
-        matrices = [n for n in params if n.role in ("matrix", "expert")]
-        if not matrices:
-            raise ConfigError("there are no hidden matrices to orthogonalise; use adamw", key="name", value="muon")
-        rest = [n for n in params if n.role not in ("matrix", "expert")]
-        muon = Muon(
-            [n.param for n in matrices],
+    def build_matrices(self, params: Sequence[NamedParam], groups: list[dict[str, Any]]) -> Muon:
+        return Muon(
+            groups,
             lr=self.lr,
             weight_decay=self.weight_decay,
             momentum=self.momentum,
@@ -198,4 +153,3 @@ class MuonConfig(OptimizerConfig):
             ns_steps=self.ns_steps,
             adjust=self.adjust,
         )
-        return CompositeOptimizer([muon, self.inner.build(rest)]) if rest else muon
