@@ -21,7 +21,7 @@ MATRICES = ("matrix", "expert")  # roles
 class MatrixRule(UpdateRule):
     """An update rule for matrices ``[out, in]`` and stacks of them ``[..., out, in]``, plain or DTensor.
 
-    A group may hold ``splits``: rows of each matrix that was fused into its parameters (see NamedParam).
+    A group may hold ``splits``: rows (negative: columns) of each matrix that was fused into its parameters.
     Raises ValueError for parameters with fewer than two dimensions and for splits that do not add up.
     """
 
@@ -31,8 +31,11 @@ class MatrixRule(UpdateRule):
             for p in group["params"]:
                 if p.ndim < 2:
                     raise ValueError(f"{type(self).__name__} takes matrices, got a parameter of shape {tuple(p.shape)}")
-                if group["splits"] and sum(group["splits"]) != p.shape[-2]:
-                    raise ValueError(f"splits={group['splits']} do not add up to the {p.shape[-2]} rows of a parameter")
+                splits = group["splits"]
+                if splits and sum(splits) not in (p.shape[-2], -p.shape[-1]):
+                    raise ValueError(
+                        f"{splits=} do not add up to the rows, or negative to the columns, of {tuple(p.shape)}"
+                    )
 
 
 class MatrixConfig(OptimizerConfig):

@@ -32,7 +32,7 @@ def map_whole(
     columns  one or more equally long lists of tensors ``[..., out, in]``, of one mesh, entry i of all laid out alike
     fn       gets one stack ``[n, out, in]`` per column, of equal-shaped matrices in one dtype, and gives one such
              stack; it treats each matrix alone and writes to none
-    splits   rows of each matrix that was fused into one parameter; every part is a matrix of its own
+    splits   rows of each matrix that was fused into one parameter (negative: columns); each is treated alone
     divide   share sharded matrices out over the ranks; False: every rank computes all of them
     wire     dtype of what is sent (bfloat16 halves the traffic); None: that of the tensors
     Returns tensors laid out and of the dtype as those of the first column.
@@ -78,15 +78,19 @@ def on_stacks(fn: Function, *columns: Sequence[Tensor], splits: Sequence[int] = 
     found = []
     for i, t in enumerate(columns[0]):
         mine = done[i * parts : (i + 1) * parts]
-        whole = mine[0] if parts == 1 else torch.cat(mine, dim=-2)
+        whole = mine[0] if parts == 1 else torch.cat(mine, dim=_split_dim(splits))
         found.append(whole.reshape(t.shape).to(t.dtype))
     return found
 
 
 def matrices(t: Tensor, splits: Sequence[int] = ()) -> list[Tensor]:
-    """The matrices in ``t [..., out, in]`` as stacks ``[n, out_k, in]``, one for each fused part."""
+    """The matrices in ``t [..., out, in]`` as stacks ``[n, out, in]``, one for each fused part."""
     flat = t.reshape(-1, *t.shape[-2:]) if t.numel() else t.new_zeros((0, *t.shape[-2:]))
-    return list(flat.split(list(splits), dim=-2)) if splits else [flat]
+    return list(flat.split([abs(n) for n in splits], dim=_split_dim(splits))) if splits else [flat]
+
+
+def _split_dim(splits: Sequence[int]) -> int:
+    return -1 if splits[0] < 0 else -2
 
 
 def batches(tensors: Sequence[Tensor]) -> list[list[int]]:
