@@ -16,11 +16,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from trainwright.core.distributed import local_tensor
 from trainwright.core.errors import ConfigError
 from trainwright.core.params import NamedParam
 from trainwright.core.registry import MethodConfig
+from trainwright.core.seeds import derive
+from trainwright.optim.rounding import round_stochastically_
 
 log = logging.getLogger("trainwright")
+ROUNDINGS = "roundings"  # entry of a group: how often its weights were rounded
 _nested: ContextVar[bool] = ContextVar("nested", default=False)  # inside the build of an outer optimizer
 
 
@@ -33,6 +37,9 @@ class OptimizerConfig(MethodConfig):
 
     lr: PositiveFloat = Field(1e-3, description="Peak learning rate; the schedule multiplies it.")
     weight_decay: NonNegativeFloat = Field(0.1, description="Decoupled weight decay, on matrices only.")
+    stochastic_rounding: bool = Field(
+        False, description="bfloat16 weights are rounded up or down at random, so that small steps count on average."
+    )
 
     @model_validator(mode="after")
     def _decay_leaves_something(self) -> OptimizerConfig:
@@ -75,18 +82,33 @@ def _checked(build: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch
     def checked(self: OptimizerConfig, params: Sequence[NamedParam]) -> torch.optim.Optimizer:
         if _nested.get():
             return build(self, params)
-        check_params(params)
+        check_params(params, self.stochastic_rounding)
         token = _nested.set(True)
         try:
-            return build(self, params)
+            if not self.stochastic_rounding:
+                return build(self, params)
+            try:
+                built = self.build_rule(params)
+            except ConfigError:
+                raise ConfigError(
+                    f"{self.name} cannot round stochastically; use adamw, lion or muon, or float32 weights",
+                    key="stochastic_rounding",
+                    value=True,
+                ) from None
+            for group in built.param_groups:
+                group |= {"stochastic_rounding": True, ROUNDINGS: 0}
+            return built
         finally:
             _nested.reset(token)
 
     return checked
 
 
-def check_params(params: Sequence[NamedParam]) -> None:
-    """ConfigError for no parameters or one given twice; a warning for weights that usual updates cannot move."""
+def check_params(params: Sequence[NamedParam], stochastic_rounding: bool = False) -> None:
+    """ConfigError for no parameters, one given twice, or no use of stochastic rounding.
+
+    Warns about weights that usual updates cannot move.
+    """
     if not params:
         raise ConfigError("the optimizer got no parameters; unfreeze some")
     names: dict[int, str] = {}
@@ -98,11 +120,21 @@ def check_params(params: Sequence[NamedParam]) -> None:
             )
         names[id(n.param)] = n.name
     low = [n for n in params if n.param.is_floating_point() and n.param.element_size() < 4]
-    if low:
+    if stochastic_rounding:
+        other = next((n for n in params if n.param.dtype != torch.bfloat16), None)
+        if other is not None:
+            raise ConfigError(
+                f"is for bfloat16 weights, but {other.name} is {str(other.param.dtype).removeprefix('torch.')}; "
+                "load the model with dtype: bfloat16, or leave it out",
+                key="stochastic_rounding",
+                value=True,
+            )
+    elif low:
         dtypes = ", ".join(sorted({str(n.param.dtype).removeprefix("torch.") for n in low}))
         log.warning(
             "%d parameters are %s (%s%s): updates too small for such a weight's last bit round to nothing; "
-            "keep the weights in float32 and set precision=bf16, which computes in bfloat16",
+            "keep the weights in float32 and set precision=bf16, which computes in bfloat16, "
+            "or set optimizer.stochastic_rounding=true",
             len(low),
             dtypes,
             ", ".join(n.name for n in low[:3]),
@@ -137,9 +169,18 @@ class UpdateRule(torch.optim.Optimizer):
 
     def apply(self, params: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> None:
         """The step, given ``u``."""
+        kept = params
+        if group.get("stochastic_rounding"):
+            params, updates = [p.float() for p in params], [u.float() for u in updates]
         if group.get("weight_decay"):
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(params, updates, alpha=-group["lr"])
+        if kept is not params:
+            targets, values = [local_tensor(p) for p in kept], [local_tensor(p) for p in params]
+            # From the count of steps alone, so that replicas draw alike and a resumed run goes on as it would have.
+            generator = torch.Generator(targets[0].device).manual_seed(derive(group[ROUNDINGS], "rounding"))
+            group[ROUNDINGS] += 1
+            round_stochastically_(targets, values, generator)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]

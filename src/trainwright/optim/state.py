@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from trainwright.core.distributed import local_tensor
 from trainwright.core.errors import CheckpointError
 from trainwright.core.params import NamedParam
+from trainwright.optim.base import ROUNDINGS
 
 
 def named_state(optimizer: torch.optim.Optimizer, params: Sequence[NamedParam]) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def named_state(optimizer: torch.optim.Optimizer, params: Sequence[NamedParam]) 
                 specs.setdefault(n.name, {})[key] = _spec(value)
             else:
                 numbers.setdefault(n.name, {})[key] = value
-    keys = getattr(optimizer, "group_state", ())
+    keys = (*getattr(optimizer, "group_state", ()), ROUNDINGS)
     groups = [
         {"params": sorted(names), "entries": {k: members[0][k] for k in keys if k in members[0]}}
         for names, members in _groups(optimizer, params)
