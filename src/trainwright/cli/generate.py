@@ -19,6 +19,7 @@ def run(
     prompt: str | None,
     chat: bool,
     system: str | None,
+    live: bool = False,
 ) -> None:
     """Continue ``prompt`` (or what comes from a pipe), or chat."""
     if prompt is not None and chat and not prompt.strip():
@@ -32,7 +33,7 @@ def run(
     from trainwright.models.generate import stream
     from trainwright.train.runs import open_model
 
-    model, tokenizer = open_model(path, checkpoint, device)
+    model, tokenizer = open_model(path, checkpoint, device, live)
     if not chat:
         write(prompt or "")
         for piece in stream(model, tokenizer, prompt or "", **settings):

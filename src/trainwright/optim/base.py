@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol, cast
 
@@ -218,6 +218,18 @@ class ScheduleConfig(MethodConfig):
     def build(self, total_steps: int) -> Factor: ...
 
 
+def reported(part: Any) -> dict[str, float]:
+    """Figures for the log that ``part`` (an optimizer, a clipper) offers by a method ``metrics()``; of this rank alone.
+
+    Optional: ``metrics() -> dict[str, float | Tensor]``, called when a row is logged, without collectives.
+    """
+    found: dict[str, float] = {}
+    for one in getattr(part, "parts", [part]):
+        if hasattr(one, "metrics"):
+            found |= {key: float(value) for key, value in one.metrics().items()}
+    return found
+
+
 class Clipper(Protocol):
     def __call__(self, params: Sequence[Tensor]) -> Tensor:
         """Scale the gradients of ``params`` in place; returns the global norm before clipping, without a host sync."""
@@ -244,6 +256,27 @@ class Average(Protocol):
         """``{"tensors": {param name: {key: tensor}}, "scalars": {...JSON...}}``"""
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def swapped_for_evaluation(
+    average: Average | None, optimizer: torch.optim.Optimizer
+) -> AbstractContextManager[None] | None:
+    """The context in which the model holds the weights that count: the average's, or those of an optimizer that
+    evaluates at another point than it trains at (schedule-free). None: the live weights are the ones."""
+    if average is not None:
+        return average.swapped()
+    parts = [part for part in getattr(optimizer, "parts", [optimizer]) if hasattr(part, "swapped")]
+    if not parts:
+        return None
+
+    @contextmanager
+    def all_of_them() -> Iterator[None]:
+        with ExitStack() as entered:
+            for part in parts:
+                entered.enter_context(part.swapped())
+            yield
+
+    return all_of_them()
 
 
 class AverageConfig(MethodConfig):

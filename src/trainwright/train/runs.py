@@ -9,9 +9,12 @@ import torch
 
 from trainwright.config.run_config import RunConfig
 from trainwright.core.errors import CheckpointError, ConfigError
+from trainwright.core.params import named_params
 from trainwright.core.seeds import derive, seed_everything
 from trainwright.data.tokenizers.base import Tokenizer
 from trainwright.models.base import LanguageModel
+from trainwright.optim.base import swapped_for_evaluation
+from trainwright.optim.state import allocate_named_state, load_named_state
 from trainwright.train import run_dir as run_folder
 from trainwright.train.trainer import _device
 
@@ -25,11 +28,15 @@ def open_config(run_dir: Path, overrides: list[str] | None = None) -> RunConfig:
 
 
 def load_run(
-    run_dir: Path | str, checkpoint: str | int | Path = "latest", device: str | torch.device | None = None
+    run_dir: Path | str,
+    checkpoint: str | int | Path = "latest",
+    device: str | torch.device | None = None,
+    live: bool = False,
 ) -> tuple[LanguageModel, Tokenizer, RunConfig]:
     """Model (in eval mode), tokenizer and recipe of a run.
 
-    ``checkpoint``: "latest" (newest whole one), "best" (lowest validation loss), a step, or a checkpoint's folder.
+    checkpoint  "latest" (newest whole one), "best" (lowest validation loss), a step, or a checkpoint's folder
+    live        the weights as trained, also where the run was validated with averaged ones
     Raises ConfigError when the folder is no run, CheckpointError when it has no such checkpoint.
     """
     from trainwright.data.tokenizers import load_tokenizer
@@ -45,7 +52,36 @@ def load_run(
     checkpointer = Checkpointer(config.checkpoint_dir, best_metric="val_loss")
     path = find_checkpoint(checkpointer, checkpoint)
     checkpointer.load(path, weights=model_weights(model))
+    if not live:
+        _load_evaluated_weights(model, config, checkpointer, path)
     return model.to(target).eval(), tokenizer, config
+
+
+@torch.no_grad()
+def _load_evaluated_weights(model: LanguageModel, config: RunConfig, checkpointer: Any, path: Path) -> None:
+    """Give ``model``, which holds the live weights, those that the run's validation used."""
+    from trainwright.train.checkpoint import inspect
+
+    params = named_params(model)
+    average = config.average.build(params) if config.average else None
+    optimizer = config.optimizer.build(params)
+    meta = inspect(path).meta
+    if average is not None:
+        tree = {"average": average.state_dict()["tensors"]}
+        checkpointer.load(path, tensors=tree, strict=False)
+        average.load_state_dict({"tensors": tree["average"], "scalars": meta["average"]})
+    elif swapped_for_evaluation(None, optimizer) is not None:
+        tree = {"optimizer": allocate_named_state(params, meta["optimizer"])}
+        checkpointer.load(path, tensors=tree, strict=False)
+        state = {"tensors": tree["optimizer"], "scalars": meta["optimizer"]}
+        load_named_state(optimizer, params, state, copy=False)
+    swapped = swapped_for_evaluation(average, optimizer)
+    if swapped is None:
+        return
+    with swapped:
+        evaluated = [n.param.clone() for n in params]
+    for n, weight in zip(params, evaluated, strict=True):
+        n.param.copy_(weight)
 
 
 def find_checkpoint(checkpointer: Any, which: str | int | Path = "latest") -> Path:
@@ -74,12 +110,12 @@ def model_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def open_model(
-    path: Path | str, checkpoint: str | int | Path = "latest", device: str | None = None
+    path: Path | str, checkpoint: str | int | Path = "latest", device: str | None = None, live: bool = False
 ) -> tuple[LanguageModel, Tokenizer]:
-    """Model and tokenizer from a run's folder or from a Hugging Face folder."""
+    """Model and tokenizer from a run's folder (see :func:`load_run`) or from a Hugging Face folder."""
     path = Path(path)
     if (path / run_folder.CONFIG).is_file():
-        model, tokenizer, _ = load_run(path, checkpoint, device)
+        model, tokenizer, _ = load_run(path, checkpoint, device, live)
         return model, tokenizer
     if (path / "config.json").is_file():
         from trainwright.data.tokenizers import load_tokenizer
@@ -96,12 +132,13 @@ def evaluate_run(
     checkpoint: str | int | Path = "latest",
     overrides: list[str] | None = None,
     tokens: int | None = None,
+    live: bool = False,
 ) -> dict[str, Any]:
-    """Validation figures of a run's checkpoint on its own data, or on the data of ``overrides``."""
+    """Validation figures of a run's checkpoint on its own data, or on the data of ``overrides``; see load_run."""
     from trainwright.data.module import build_data
     from trainwright.train.evaluate import evaluate
 
-    model, tokenizer, config = load_run(run_dir, checkpoint)
+    model, tokenizer, config = load_run(run_dir, checkpoint, live=live)
     if overrides:
         config = open_config(Path(run_dir), overrides)
     device = next(model.parameters()).device
@@ -124,10 +161,12 @@ def sample_text(
     return prompt + texts[0] + "\n"
 
 
-def export_run(run_dir: Path | str, out: Path | str, checkpoint: str | int | Path = "latest") -> Path:
-    """Write a run's model as a Hugging Face folder. Raises ConfigError when ``out`` exists."""
+def export_run(
+    run_dir: Path | str, out: Path | str, checkpoint: str | int | Path = "latest", live: bool = False
+) -> Path:
+    """Write a run's model (see :func:`load_run`) as a Hugging Face folder. Raises ConfigError when ``out`` exists."""
     from trainwright.models import save_pretrained
 
-    model, tokenizer, _ = load_run(run_dir, checkpoint, device="cpu")
+    model, tokenizer, _ = load_run(run_dir, checkpoint, device="cpu", live=live)
     save_pretrained(model, Path(out), tokenizer=tokenizer)
     return Path(out)

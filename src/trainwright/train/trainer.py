@@ -7,7 +7,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -22,6 +22,7 @@ from trainwright.core.errors import ConfigError, Interrupted, StoppedByMonitor
 from trainwright.core.params import named_params
 from trainwright.core.registry import build as build_method
 from trainwright.core.seeds import derive, rng_state, seed_everything, set_rng_state
+from trainwright.optim.base import reported, swapped_for_evaluation
 from trainwright.optim.state import allocate_named_state, load_named_state, named_state, optimizer_state_bytes
 from trainwright.resilience.base import StepInfo
 from trainwright.resilience.policy import Decision, Policy
@@ -442,8 +443,9 @@ class Trainer:
 
     def _validate(self) -> dict[str, float]:
         figures = evaluate(self.parallel.module, self.objective, self._validation(), self.device, self.precision)
-        if self.average is not None:
-            with self.average.swapped():
+        swapped = swapped_for_evaluation(self.average, self.optimizer)
+        if swapped is not None:
+            with swapped:
                 averaged = evaluate(
                     self.parallel.module, self.objective, self._validation(), self.device, self.precision
                 )
@@ -478,6 +480,7 @@ class Trainer:
             if row["step"] == 1 or "optimizer_state_bytes" not in self.progress.extra:
                 self.progress.extra["optimizer_state_bytes"] = optimizer_state_bytes(self.optimizer)
             row["optimizer_state_bytes"] = self.progress.extra["optimizer_state_bytes"]
+            row |= reported(self.optimizer) | reported(self.clip)
             shown = {k: v for k, v in row.items() if k != "interrupted"}
             self.metrics.write(shown)
             for logger in self.loggers:
@@ -496,7 +499,8 @@ class Trainer:
         from trainwright.train.runs import sample_text
 
         # On every rank: a sharded model needs all of them for a forward pass, and the same seed gives the same text.
-        text = sample_text(self.parallel.model, self.tokenizer, prompt, seed=self.config.run.seed)
+        with swapped_for_evaluation(self.average, self.optimizer) or nullcontext():
+            text = sample_text(self.parallel.model, self.tokenizer, prompt, seed=self.config.run.seed)
         if is_main():
             run_folder.write_atomic(self.config.run_dir / "sample.txt", text)
 
