@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from optimizer_zoo import Zoo, named
+from shards_worker import average_config
 
 from trainwright.core.errors import CheckpointError, ConfigError
 from trainwright.core.params import NamedParam
@@ -36,7 +37,7 @@ def averaged(model, average):
 def test_swapping_restores_bitwise(name):
     for dtype in (torch.float32, torch.bfloat16):
         model = Zoo(dtype=dtype)
-        average = build("average", name).build(named(model))
+        average = average_config(name).build(named(model))
         run(model, average, 1, 20)
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
         inside = averaged(model, average)
@@ -49,17 +50,17 @@ def test_swapping_restores_bitwise(name):
 @every
 def test_state_round_trip(name):
     model, straight = Zoo(), Zoo()
-    reference = build("average", name).build(named(straight))
+    reference = average_config(name).build(named(straight))
     run(straight, reference, 1, 10)
-    average = build("average", name).build(named(model))
+    average = average_config(name).build(named(model))
     run(model, average, 1, 5)
     state = average.state_dict()
     scalars = json.loads(json.dumps(state["scalars"]))
     tensors = {n: {k: t.clone() for k, t in e.items()} for n, e in state["tensors"].items()}
     run(model, average, 6, 7)  # moves on; the load takes it back
     restored = Zoo()
-    run(restored, build("average", name).build(named(restored)), 1, 5)
-    fresh = build("average", name).build(list(reversed(named(restored))))
+    run(restored, average_config(name).build(named(restored)), 1, 5)
+    fresh = average_config(name).build(list(reversed(named(restored))))
     fresh.load_state_dict({"tensors": tensors, "scalars": scalars})
     run(restored, fresh, 6, 10)
     a, b = averaged(straight, reference), averaged(restored, fresh)
@@ -69,8 +70,8 @@ def test_state_round_trip(name):
 @every
 def test_other_parameters_are_refused_by_name(name):
     model = Zoo()
-    state = build("average", name).build(named(model)).state_dict()
-    other = build("average", name).build([*named(model)[1:], NamedParam("new", named(model)[0].param, "matrix")])
+    state = average_config(name).build(named(model)).state_dict()
+    other = average_config(name).build([*named(model)[1:], NamedParam("new", named(model)[0].param, "matrix")])
     with pytest.raises(CheckpointError, match="new"):
         other.load_state_dict(state)
 

@@ -6,18 +6,17 @@ Acceleration of stochastic approximation by averaging, Polyak and Juditsky, 1992
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
-from trainwright.core.distributed import local_tensor
-from trainwright.core.errors import CheckpointError
 from trainwright.core.params import NamedParam
 from trainwright.core.registry import register
+from trainwright.optim.averaging._weights import require_names, shards, swapped_for
 from trainwright.optim.base import AverageConfig
 
 
@@ -34,35 +33,19 @@ class EMA:
     def update(self, step: int) -> None:
         if step < self.start or step % self.every:
             return
-        live, averages = self._shards()
+        live, averages = shards(n.param for n in self.params), shards(self.averages)
         if self.updates == 0 and self.start > 0:
             torch._foreach_copy_(averages, live)
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
         torch._foreach_lerp_(averages, [p.float() for p in live], 1 - decay)
         self.updates += 1
 
-    @contextmanager
-    def swapped(self) -> Iterator[None]:
+    def swapped(self) -> AbstractContextManager[None]:
         """The parameters hold the averages inside, and what they held before afterwards.
 
         Before the first update there is no average yet, and they keep what they hold.
         """
-        if self.updates == 0:
-            yield
-            return
-        live, averages = self._shards()
-        kept = [p.clone() for p in live]
-        try:
-            with torch.no_grad():
-                torch._foreach_copy_(live, averages)
-            yield
-        finally:
-            with torch.no_grad():
-                torch._foreach_copy_(live, kept)
-
-    def _shards(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Weights and averages as this rank holds them; both are laid out alike, so plain kernels do."""
-        return [local_tensor(n.param.detach()) for n in self.params], [local_tensor(a) for a in self.averages]
+        return swapped_for(self.params, shards(self.averages) if self.updates else None)
 
     def state_dict(self) -> dict[str, Any]:
         tensors = {n.name: {"average": a} for n, a in zip(self.params, self.averages, strict=True)}
@@ -70,11 +53,7 @@ class EMA:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        missing = [n.name for n in self.params if n.name not in state["tensors"]]
-        if missing:
-            raise CheckpointError(
-                f"holds no average of {', '.join(missing[:8])}; resume with the same trained parameters and average"
-            )
+        require_names(self.params, state["tensors"])
         for n, average in zip(self.params, self.averages, strict=True):
             average.copy_(state["tensors"][n.name]["average"])
         self.updates = int(state["scalars"]["updates"])

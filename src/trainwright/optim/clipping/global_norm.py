@@ -22,12 +22,7 @@ class GlobalNormClipper:
         self.max_norm = max_norm
 
     def __call__(self, params: Sequence[Tensor]) -> Tensor:
-        # Gradients lie as their parameters do.
-        parts = list(by_mesh(p for p in params if p.grad is not None).values())
-        if not parts:
-            return torch.zeros((), device=params[0].device if params else None)
-        norms = [full_tensor(norm) for part in parts for norm in _norms([p.grad for p in part if p.grad is not None])]
-        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+        norm, parts = total_norm(params)
         if self.max_norm is not None:
             for part in parts:
                 clip_grads_with_norm_(part, self.max_norm, norm)
@@ -38,6 +33,19 @@ class GlobalNormClipper:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         return None
+
+
+def total_norm(params: Sequence[Tensor]) -> tuple[Tensor, list[list[Tensor]]]:
+    """Norm of all gradients together, 0-d and plain, without a host sync; and those of ``params`` that have one.
+
+    Sharded gradients count whole; the parameters come as one list per mesh, see ``by_mesh``.
+    """
+    # Gradients lie as their parameters do.
+    parts = list(by_mesh(p for p in params if p.grad is not None).values())
+    if not parts:
+        return torch.zeros((), device=params[0].device if params else None), []
+    norms = [full_tensor(norm) for part in parts for norm in _norms([p.grad for p in part if p.grad is not None])]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms)), parts
 
 
 def _norms(grads: list[Tensor]) -> list[Tensor]:
