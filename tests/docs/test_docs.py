@@ -31,8 +31,8 @@ def test_the_method_of_the_tutorial_trains_and_resumes(recipe):
     """The page's code, registered under a name of its own, in the whole loop."""
     (code,) = blocks("docs/add_a_method.md", "python")
     namespace = {}
-    exec(compile(code.replace('"lion"', '"lion_of_the_docs"'), "add_a_method.md", "exec"), namespace)
-    settings = {"optimizer": {"name": "lion_of_the_docs", "lr": 1e-3}, "checkpoint.every": 5}
+    exec(compile(code, "add_a_method.md", "exec"), namespace)
+    settings = {"optimizer": {"name": "adabelief", "lr": 1e-3}, "checkpoint.every": 5}
     rows = []
     data = recipe(**settings, **{"train.steps": 30})
     Trainer(RunConfig.load(data)).fit(on_step=rows.append)
