@@ -66,7 +66,12 @@ class Interrupted(TrainwrightError):
 def nearest(name: str, valid: Iterable[str]) -> str:
     """A ``did you mean`` clause for ``name`` among ``valid``; falls back to listing what is valid."""
     valid = sorted(valid)
-    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, valid, n=5, cutoff=0.5)
     if close:
-        return f"did you mean {close[0]!r}?"
+        # Of equally close ones that which begins alike: adamv is adamw, not adapm.
+        def likeness(other: str) -> tuple[float, int]:
+            ratio = difflib.SequenceMatcher(None, other, name).ratio()
+            return ratio, next((i for i, (a, b) in enumerate(zip(name, other, strict=False)) if a != b), len(name))
+
+        return f"did you mean {max(close, key=likeness)!r}?"
     return "valid names: " + ", ".join(valid)

@@ -61,7 +61,7 @@ class AdamW(UpdateRule):
                     self.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=device)
             steps = [self.state[p]["step"] for p in own]
             torch._foreach_add_(steps, 1)
-            # The fused kernel's step from zero weights with rate 1, upwards, is u.
+            # The fused kernel's step from zero weights with rate -1 is u.
             torch._fused_adamw_(
                 [updates[i] for i in some],
                 [grads[i] for i in some],
@@ -69,13 +69,13 @@ class AdamW(UpdateRule):
                 self.state_of(own, "exp_avg_sq"),
                 [],
                 steps,
-                lr=1.0,
+                lr=-1.0,
                 beta1=group["betas"][0],
                 beta2=group["betas"][1],
                 weight_decay=0.0,
                 eps=group["eps"],
                 amsgrad=False,
-                maximize=True,
+                maximize=False,
             )
         return updates
 

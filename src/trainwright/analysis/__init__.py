@@ -1,0 +1,1 @@
+"""Probes: pure functions that read figures off weights, runs and checkpoints."""
