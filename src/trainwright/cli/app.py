@@ -17,6 +17,8 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Show, check and describe recipes.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
+claims_app = typer.Typer(help="Published claims, held against small experiments.", no_args_is_help=True)
+app.add_typer(claims_app, name="claims")
 
 # typer writes brackets and dots around the metavar of a list.
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides, e.g. optimizer.lr=1e-3.")]
@@ -28,6 +30,9 @@ RecipeAndOverrides = Annotated[
 ]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, e.g. runs/quickstart.")]
 Checkpoint = Annotated[str, typer.Option(help="latest, best, a step, or a checkpoint's folder.")]
+Live = Annotated[
+    bool, typer.Option("--live", help="The weights as trained, where the run averages them for evaluation.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -72,6 +77,45 @@ def train(
     raise typer.Exit(command.run(recipe, overrides, nproc, resume))
 
 
+@app.command()
+def compare(
+    arguments: RecipeAndOverrides = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=A,B,...", help="Values to compare; several --vary make all combinations."),
+    ] = None,
+    arm: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME:KEY=VALUE,...", help="A further arm, with several settings at once."),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of each arm.")] = 3,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="tokens=2M, seconds=60 or flops=1e13 for each training; default: the recipe's length."),
+    ] = None,
+    tune: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=GRID", help="Tune each arm alike: log:1e-4:1e-1:7, lin:LOW:HIGH:N or [A,B]."),
+    ] = None,
+    baseline: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The arm to hold against; default: the first.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder to write; default: runs/compare/...")] = None,
+    trials: Annotated[Path | None, typer.Option(metavar="DIR", help="Trials to share with other comparisons.")] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as JSON too.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Trials at the same time; with more than 1 speeds suffer.")] = 1,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the last checkpoint of each trial.")] = False,
+) -> None:
+    """Train with different settings under equal conditions, and say what the difference is worth."""
+    from trainwright.cli import compare as command
+
+    recipe, overrides = split_arguments(arguments)
+    command.run(
+        recipe, overrides, varied=vary or [], arms=arm or [], baseline=baseline, seeds=seeds, budget=budget,
+        tune=tune or [], out=out, trials=trials, json=json, jobs=jobs, keep=keep,
+    )  # fmt: skip
+
+
 @app.command("eval")
 def evaluate(
     run: Run,
@@ -83,6 +127,7 @@ def evaluate(
     ] = None,
     include_path: Annotated[Path | None, typer.Option(help="Folder of your own task files.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Examples per task.")] = None,
+    live: Live = False,
     json: Json = False,
 ) -> None:
     """Validation loss, perplexity and bits per byte of a run, or harness tasks on it."""
@@ -94,13 +139,13 @@ def evaluate(
         from trainwright.train.lm_eval_adapter import evaluate_tasks
         from trainwright.train.runs import open_model
 
-        model, tokenizer = open_model(run, checkpoint)
+        model, tokenizer = open_model(run, checkpoint, live=live)
         names = [t.strip() for t in tasks.split(",") if t.strip()]
         found = evaluate_tasks(model, tokenizer, names, include_path=include_path, limit=limit)
     else:
         from trainwright.train import evaluate_run
 
-        found = evaluate_run(run, checkpoint, overrides=overrides, tokens=tokens)
+        found = evaluate_run(run, checkpoint, overrides=overrides, tokens=tokens, live=live)
     if json:
         print_json(found)
     else:
@@ -128,6 +173,7 @@ def generate(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the draws.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: the run's.")] = None,
+    live: Live = False,
 ) -> None:
     """Continue a text, or chat."""
     from trainwright.cli import generate as command
@@ -139,7 +185,7 @@ def generate(
         "stop": stop or [],
     }
     settings |= {k: v for k, v in (("top_k", top_k), ("top_p", top_p)) if v is not None}
-    command.run(run, checkpoint, device, settings, prompt=prompt, chat=chat, system=system)
+    command.run(run, checkpoint, device, settings, prompt=prompt, chat=chat, system=system, live=live)
 
 
 @app.command()
@@ -147,11 +193,12 @@ def export(
     run: Run,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")],
     checkpoint: Checkpoint = "latest",
+    live: Live = False,
 ) -> None:
     """Write a run's model as a folder that transformers loads."""
     from trainwright.train.runs import export_run
 
-    print(export_run(run, out, checkpoint))
+    print(export_run(run, out, checkpoint, live))
 
 
 @app.command()
@@ -223,3 +270,45 @@ def report(run: Run) -> None:
     from trainwright.train.report import write_report
 
     print(write_report(run))
+
+
+Claims = Annotated[Path, typer.Option("--dir", metavar="DIR", help="Folder of the claims; results/ lies in it.")]
+
+
+@claims_app.command("list")
+def claims_list(folder: Claims = Path("claims"), json: Json = False) -> None:
+    """The claims: id, method, whether run, verdict."""
+    from trainwright.cli.claims import show_list
+
+    show_list(folder, json)
+
+
+@claims_app.command("run")
+def claims_run(
+    ids: Annotated[list[str] | None, typer.Argument(metavar="ID", help="Ids, e.g. B075, or names.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every claim.")] = False,
+    folder: Claims = Path("claims"),
+    trials: Annotated[Path, typer.Option(metavar="DIR", help="Where trials are kept, for all claims together.")] = Path(
+        "runs/claims/trials"
+    ),
+    jobs: Annotated[int, typer.Option(min=1, help="Trials at the same time; with more than 1 speeds suffer.")] = 1,
+    stop_after: Annotated[
+        float | None, typer.Option(min=0, metavar="MINUTES", help="Start no trial after this time.")
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Judge anew what has a result; trials are not rerun.")] = False,
+) -> None:
+    """Run the experiments of claims and write claims/results/ID.json; goes on where it was stopped."""
+    from trainwright.cli import claims as command
+
+    command.run(ids or [], everything, folder, trials, jobs, stop_after, again)
+
+
+@claims_app.command("table")
+def claims_table(
+    folder: Claims = Path("claims"),
+    out: Annotated[Path, typer.Option(metavar="FILE", help="File to write.")] = Path("docs/claims.md"),
+) -> None:
+    """Write docs/claims.md from the results."""
+    from trainwright.cli.claims import table
+
+    table(folder, out)

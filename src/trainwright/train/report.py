@@ -6,10 +6,7 @@ figures and the sample. Works on a run that is still going and on one that was k
 
 from __future__ import annotations
 
-import html
-import json
 import math
-import os
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,9 +14,8 @@ from typing import Any
 
 from trainwright.core.errors import ConfigError
 from trainwright.train.metrics import effective, read_metrics
+from trainwright.train.page import MAX_POINTS, escape, page, places, thin, write_page
 from trainwright.train.progress import clock, memory, quantity
-
-MAX_POINTS = 3000  # of one curve; more cannot be seen and would make the file slow
 
 # Title, unit of the axis, logarithmic, {label: key of the row}.
 CHARTS: list[tuple[str, str, bool, dict[str, str]]] = [
@@ -40,45 +36,25 @@ def write_report(run_dir: Path | str) -> Path:
     run_dir = Path(run_dir)
     if not (run_dir / "metrics.jsonl").is_file():
         raise ConfigError(f"{run_dir} is not a run: it has no metrics.jsonl")
-    page = render(run_dir)
-    out = run_dir / "report.html"
-    temporary = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        temporary.write_text(page, "utf-8")
-        temporary.replace(out)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise ConfigError(f"cannot write {out}: {error.strerror or error}") from None
-    return out
+    return write_page(run_dir / "report.html", render(run_dir))
 
 
 def render(run_dir: Path) -> str:
-    from plotly.offline import get_plotlyjs
-
     everything = read_metrics(run_dir / "metrics.jsonl", strict=False)
     rows = effective(everything)
     events = [r for r in everything if "event" in r]
     charts = [c for spec in CHARTS if (c := chart(rows, events, *spec)) is not None]
     parts = [
-        f"<h1>{_text(run_dir.resolve().name)}</h1>",
+        f"<h1>{escape(run_dir.resolve().name)}</h1>",
         f"<p class='quiet'>written {datetime.now(UTC).strftime('%Y-%m-%d %H:%M')} UTC</p>",
         _final(rows),
-        "".join(f"<div class='chart' id='chart{i}'></div>" for i in range(len(charts)))
-        or "<p>No step is logged yet.</p>",
+        places(charts) or "<p>No step is logged yet.</p>",
         _events(events),
         _file("Sample", run_dir / "sample.txt", opened=True),
         _file("Recipe", run_dir / "config.yaml"),
         _file("Environment", run_dir / "environment.json"),
     ]
-    # "</" would end the script element from inside a string.
-    figures = json.dumps(charts, allow_nan=False).replace("</", "<\\/")
-    script = get_plotlyjs() if charts else ""
-    return _PAGE.format(
-        title=_text(f"{run_dir.resolve().name} - Trainwright"),
-        plotly=script.replace("</script", "<\\/script"),
-        body="\n".join(parts),
-        figures=figures,
-    )
+    return page(f"{run_dir.resolve().name} - Trainwright", parts, charts)
 
 
 def chart(
@@ -129,28 +105,8 @@ def chart(
     return {"data": traces, "layout": layout}
 
 
-def thin(points: Sequence[tuple[float, float]], limit: int) -> list[tuple[float, float]]:
-    """At most ``limit`` of the points: of each stretch the lowest and the highest, so that no spike is lost."""
-    if len(points) <= limit:
-        return list(points)
-    out: list[tuple[float, float]] = []
-    stretches = limit // 2 - 1
-    inner = points[1:-1]
-    for i in range(stretches):
-        part = inner[i * len(inner) // stretches : (i + 1) * len(inner) // stretches]
-        indices = [j for j, p in enumerate(part) if math.isfinite(p[1])] or [0]
-        low = min(indices, key=lambda j: part[j][1])
-        high = max(indices, key=lambda j: part[j][1])
-        out += [part[j] for j in sorted({low, high})]
-    return [points[0], *out, points[-1]]
-
-
 def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _text(value: object) -> str:
-    return html.escape(str(value))
 
 
 def _final(rows: Iterable[dict[str, Any]]) -> str:
@@ -175,7 +131,7 @@ def _final(rows: Iterable[dict[str, Any]]) -> str:
     ):
         if _number(last.get(key)):
             shown.append((label, form(last[key])))
-    cells = "".join(f"<div><b>{_text(value)}</b><span>{_text(label)}</span></div>" for label, value in shown)
+    cells = "".join(f"<div><b>{escape(value)}</b><span>{escape(label)}</span></div>" for label, value in shown)
     return f"<div class='final'>{cells}</div>"
 
 
@@ -189,8 +145,8 @@ def _events(events: Sequence[dict[str, Any]]) -> str:
         text = f"{reason} ({detail})" if reason and detail else reason or detail
         colour = EVENT_COLOURS.get(str(e["event"]), "inherit")
         rows.append(
-            f"<tr><td>{_text(e.get('step', ''))}</td><td style='color:{colour}'>{_text(e['event'])}</td>"
-            f"<td>{_text(text)}</td></tr>"
+            f"<tr><td>{escape(e.get('step', ''))}</td><td style='color:{colour}'>{escape(e['event'])}</td>"
+            f"<td>{escape(text)}</td></tr>"
         )
     more = f"<p class='quiet'>the last 500 of {len(events)}</p>" if len(events) > 500 else ""
     head = "<tr><th>step</th><th>event</th><th>what</th></tr>"
@@ -201,28 +157,4 @@ def _file(title: str, path: Path, opened: bool = False) -> str:
     if not path.is_file():
         return ""
     text = path.read_text("utf-8", errors="replace")
-    return f"<details{' open' if opened else ''}><summary>{title}</summary><pre>{_text(text)}</pre></details>"
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1180px; margin: 2rem auto; padding: 0 1rem; color: #1d2430; }}
-h1 {{ margin-bottom: 0; }} h2, summary {{ font-size: 1.15rem; font-weight: 600; margin-top: 1.5rem; }}
-summary {{ cursor: pointer; }} .quiet {{ color: #6b7280; }}
-.final {{ display: flex; flex-wrap: wrap; gap: .5rem 2rem; margin: 1rem 0; }}
-.final b {{ display: block; font-size: 1.25rem; }} .final span {{ color: #6b7280; }}
-.chart {{ display: inline-block; width: 49%; min-width: 420px; vertical-align: top; }}
-table {{ border-collapse: collapse; }} td, th {{ text-align: left; padding: .2rem .8rem .2rem 0; vertical-align: top; }}
-pre {{ background: #f4f5f7; padding: .8rem; overflow-x: auto; white-space: pre-wrap; }}
-</style>
-<script>{plotly}</script></head>
-<body>
-{body}
-<script>
-const figures = {figures};
-figures.forEach((f, i) => Plotly.newPlot("chart" + i, f.data, f.layout, {{responsive: true, displaylogo: false}}));
-</script>
-</body></html>
-"""
+    return f"<details{' open' if opened else ''}><summary>{title}</summary><pre>{escape(text)}</pre></details>"

@@ -1,0 +1,185 @@
+"""Claims: their files, what is run for them, results, table. Trials are made up, see conftest."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trainwright.cli import run as cli
+from trainwright.core.errors import ConfigError
+from trainwright.lab import compare, load_claim, load_claims, run_claim
+from trainwright.lab.arms import Arm
+from trainwright.lab.claim_run import plan_claim
+
+SAMPLE = Path(__file__).parent / "claims" / "T001_muon.yaml"
+
+
+@pytest.fixture
+def folder(tmp_path, recipe):
+    """A folder with the sample claim and its base recipe."""
+    claims = tmp_path / "claims"
+    claims.mkdir()
+    (claims / SAMPLE.name).write_text(SAMPLE.read_text())
+    write(claims / "recipe.yml", recipe())
+    edit(claims / SAMPLE.name, recipe="recipe.yml")
+    return claims
+
+
+def write(path, data):
+    path.write_text(yaml.safe_dump(data, sort_keys=False))
+
+
+def edit(path, **changes):
+    data = yaml.safe_load(path.read_text())
+    write(path, {**data, **changes})
+
+
+def test_tuning_and_references_of_a_claim(folder, fake_pool, tmp_path):
+    claim = load_claim(folder / SAMPLE.name)
+    result = run_claim(claim, trials=tmp_path / "trials", results=tmp_path / "results")
+    chosen = {a["name"]: a["chosen"]["optimizer.lr"] for a in result["arms"]}
+    assert chosen == {"adamw": 3e-3, "muon": 2e-2, "adamw faster": 3.75e-3, "adamw again": 3e-3}
+    tuning = [t for t in fake_pool if t.recipe["train"]["tokens"] == 1280]
+    full = [t for t in fake_pool if t.recipe["train"]["tokens"] == 5120]
+    # three points an arm; then two seeds of adamw (once for both arms that are equal), muon and the faster adamw
+    assert len(tuning) == 6 and len(full) == 6 and len(fake_pool) == 12
+    assert all(t.probes == () for t in tuning) and all(t.probes == ("stable_rank",) for t in full)
+    by_name = {a["name"]: a for a in result["arms"]}
+    assert by_name["adamw"]["edge"] == "" and "widen" in by_name["muon"]["edge"]
+    assert any(note.startswith("muon: best rate at the edge") for note in result["notes"])
+    assert len(by_name["adamw"]["tuning"]) == len(by_name["muon"]["tuning"]) == 3
+    assert by_name["adamw again"]["seeds"] == by_name["adamw"]["seeds"]
+    assert by_name["adamw again"]["difference_to_baseline"] == 0
+
+
+def test_result_and_verdict(folder, fake_pool, tmp_path):
+    claim = load_claim(folder / SAMPLE.name)
+    result = run_claim(claim, trials=tmp_path / "trials", results=tmp_path / "results")
+    assert json.loads((tmp_path / "results/T001.json").read_text()) == result
+    outcomes = [c["outcome"] for c in result["checks"]]
+    # muon's stable rank is made to be the smaller one, so the last check is contradicted
+    assert outcomes == ["shown", "shown", "contradicted"] and result["verdict"] == "contradicted"
+    assert result["checks"][0]["measured"] == pytest.approx(-0.1995) and result["checks"][1]["measured"] == 0.625
+    low, high = result["checks"][0]["measured_ci95"]
+    assert low < -0.1995 < high < 0
+    assert result["machine"] == "2 CPU cores (a CPU), fp32" and result["versions"]["torch"] == "2"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", result["date"])
+    assert result["command"].startswith("trainwright claims run T001")
+    edit(folder / SAMPLE.name, checks=yaml.safe_load(SAMPLE.read_text())["checks"][:2])
+    assert run_claim(load_claim(folder / SAMPLE.name), trials=tmp_path / "t", results=None)["verdict"] == "shown"
+    edit(folder / SAMPLE.name, seeds=1)
+    one = run_claim(load_claim(folder / SAMPLE.name), trials=tmp_path / "t", results=None)
+    assert one["verdict"] == "shown (one seed)" and one["checks"][0]["measured_ci95"] is None
+
+
+def test_a_reference_that_leads_nowhere_is_found_before_anything_runs(folder, fake_pool, tmp_path):
+    arms = yaml.safe_load(SAMPLE.read_text())["arms"]
+    arms[2]["set"]["optimizer.lr"]["key"] = "optimizer.rank"
+    edit(folder / SAMPLE.name, arms=arms)
+    with pytest.raises(ConfigError, match=r"claim T001: optimizer.rank: arm 'adamw' has no such setting"):
+        run_claim(load_claim(folder / SAMPLE.name), trials=tmp_path / "t", results=None)
+    arms[2]["set"]["optimizer.lr"]["key"] = "optimizer.name"
+    edit(folder / SAMPLE.name, arms=arms)
+    with pytest.raises(ConfigError, match="which is no number"):
+        run_claim(load_claim(folder / SAMPLE.name), trials=tmp_path / "t", results=None)
+    assert not fake_pool
+
+
+def test_injected_spikes_go_to_all_arms_and_the_spike_monitor_stays_out(folder):
+    edit(folder / SAMPLE.name, inject={"spikes": {"factor": 100, "steps": [0.5]}})
+    plan = plan_claim(load_claim(folder / SAMPLE.name))
+    trials = [plan.trial(a, {"optimizer.lr": 1e-3}, 0.25, 7) for a in plan.arms]
+    assert all(t.inject == {"spikes": {"factor": 100.0, "steps": [0.5]}} for t in trials)
+    assert all([m["name"] for m in t.recipe["monitors"]] == ["non_finite"] for t in trials)
+
+
+def test_commands(folder, fake_pool, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    trials, page = ["--trials", "trials/all"], tmp_path / "docs/claims.md"
+    assert cli(["claims", "list", "--json"]) == 0
+    (record,) = json.loads(capsys.readouterr().out)
+    assert record["id"] == "T001" and record["method"] == "optimizer.muon"
+    assert record["run"] is False and record["verdict"] == "not run"
+    assert cli(["claims", "table"]) == 0 and "| not run |" in page.read_text() and "Not run." in page.read_text()
+    capsys.readouterr()
+    assert cli(["claims", "run", "T001", *trials]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("T001: contradicted") and "difference -0.199" in said.out
+    assert "[14/14]" in said.err and (tmp_path / "trials/pages/T001/compare.html").is_file()
+    count = len(fake_pool)
+    assert cli(["claims", "run", "--all", *trials]) == 0 and len(fake_pool) == count, "what has a result is passed over"
+    assert cli(["claims", "run", "muon", "--again", *trials]) == 0 and len(fake_pool) > count
+    assert cli(["claims", "list"]) == 0 and "contradicted" in capsys.readouterr().out
+    assert cli(["claims", "table"]) == 0
+    text = page.read_text()
+    assert "**contradicted**" in text and "ratio 0.625" in text and "`trainwright claims run T001`" in text
+    assert "Anything about models and runs that are not tiny." in text
+    assert "| muon | method | optimizer.lr=0.02 |" in text
+    edit(folder / SAMPLE.name, seeds=3)
+    assert cli(["claims", "list"]) == 0 and "changed since" in capsys.readouterr().out
+    bad = yaml.safe_load((folder / SAMPLE.name).read_text())
+    bad["arms"][1]["set"]["optimizer"] = "muno"
+    write(folder / "T000_bad.yaml", {**bad, "id": "T000"})
+    capsys.readouterr()
+    assert cli(["claims", "run", "--all", *trials]) == 2, "one wrong claim does not hold up the others"
+    said = capsys.readouterr()
+    assert "T001: contradicted" in said.out and "claim T000: arm 'muon': optimizer.name='muno'" in said.err
+    for wrong in ("run", "run B999", "run T001 --all", "list --dir no"):
+        assert cli(["claims", *wrong.split()]) == 2
+
+
+def with_check(**changes):
+    return {"checks": [{"quantity": "val_loss", "arm": "muon", "versus": "adamw", **changes}]}
+
+
+def with_arms(first, second):
+    return {"arms": [{"name": "a", "role": "base", **first}, {"name": "b", "role": "method", **second}]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"budget": "steps=5"}, "budget"),
+        ({"checks": []}, "checks"),
+        (with_check(less_by=0, versus="adam"), "did you mean 'adamw'"),
+        (with_check(less_by=0, quantity="val_los"), "did you mean 'val_loss'"),
+        (with_check(less_by=0, quantity="rtn_loss"), "rtn_loss"),
+        (with_check(less_by=0, quantity="tokens_to_loss - val_loss"), "cannot be subtracted"),
+        (with_check(), "exactly one of"),
+        (with_check(less_by=0, greater_by=0), "exactly one of"),
+        ({"probes": ["rank"]}, "no such probe"),
+        ({"verdict": "shown"}, "verdict: unknown key"),
+        ({"id": "T002"}, "begin with the id"),
+        (with_arms({}, {"set": {"optimizer.lr": {"of": "c"}}}), "no arm"),
+        (with_arms({"role": "method"}, {}), "role base"),
+        (with_arms({"tune": {"optimizer.lr": [1, 2]}}, {"tune": {"optimizer.lr": [1, 2, 3]}}), "same number of points"),
+    ],
+)
+def test_wrong_files_are_refused_with_the_reason(folder, changes, said):
+    edit(folder / SAMPLE.name, **changes)
+    with pytest.raises(ConfigError, match=said) as caught:
+        load_claims(folder)
+    assert "T001_muon.yaml" in str(caught.value)
+
+
+def test_a_tuned_comparison(fake_pool, tmp_path, recipe):
+    write(tmp_path / "r.yaml", recipe())
+    found = compare(
+        tmp_path / "r.yaml",
+        vary={"optimizer": ["adamw", "muon"]},
+        arms=[Arm("control", {"optimizer": "adamw", "optimizer.lr": {"of": "optimizer=muon"}})],
+        tune={"optimizer.lr": "log:1e-4:1e-1:7"},
+        seeds=3,
+        budget="tokens=100k",
+        out=tmp_path / "out",
+    )
+    adamw, muon, control = found.arms
+    assert adamw.chosen == {"optimizer.lr": 0.00316228} and muon.chosen == {"optimizer.lr": 0.0316228}
+    assert control.chosen == muon.chosen and not control.tuning and not muon.edge
+    assert "control: not tuned, since it names the setting itself" in found.notes
+    assert [len([t for t in a.tuning if t["share_of_budget"] == 0.25]) for a in (adamw, muon)] == [7, 7]
+    assert muon.verdict == "lower loss" and control.verdict == "higher loss"
+    assert "| optimizer=muon | optimizer.lr=0.0316228 |" in (tmp_path / "out/compare.md").read_text()
+    assert '"Tuning"' in (tmp_path / "out/compare.html").read_text("utf-8")
