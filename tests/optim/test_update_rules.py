@@ -153,3 +153,15 @@ def test_match_rms_gives_the_size_of_an_adamw_step():
 def test_muon_refuses_vectors():
     with pytest.raises(ValueError, match="takes matrices"):
         Muon([nn.Parameter(torch.zeros(3))])
+
+
+def test_classes_come_from_the_package():
+    import trainwright.optim
+    from trainwright.core.registry import methods
+
+    for name in trainwright.optim.__all__:
+        assert getattr(trainwright.optim, name).__name__ == name
+    files = {m.config.__module__.removeprefix("trainwright.optim.") for m in methods("optimizer")}
+    assert files - set(trainwright.optim._CLASSES.values()) == {"sgd"}  # torch's own
+    with pytest.raises(AttributeError, match="nothing"):
+        trainwright.optim.nothing  # noqa: B018
