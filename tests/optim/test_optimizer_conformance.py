@@ -370,15 +370,20 @@ STATE_BYTES = {
     "natural_galore": lambda role: {"matrix": (82 / 3, 48), "expert": (8 / 3, 3 * 48 + 1728)}.get(role, ADAM),
     # and two moments of each projection
     "online_subspace_descent": lambda role: {"matrix": (8 / 3, 144), "expert": (8 / 3, 3 * 144)}.get(role, ADAM),
-    # rank 2 of a shorter side of 6: two moments of 2 / 6 of a matrix's numbers; two indexes of 3 bytes and ages, 6 marks
+    # rank 2 of a side of 6: two moments of 2 / 6 of a matrix's numbers; two indexes of 3 bytes, two ages, 6 marks
     "grass": lambda role: {"matrix": (8 / 3, 20), "expert": (8 / 3, 3 * 20)}.get(role, ADAM),
     # that of galore, and two moments for each row
-    "gradnormlorp": lambda role: {"matrix": (8 / 3, 48 + 8 * (13 + 6 + 6) / 3), "expert": (8 / 3, 3 * (48 + 8 * 6))}.get(
-        role, ADAM
-    ),
+    "gradnormlorp": lambda role: {
+        "matrix": (8 / 3, 48 + 8 * (13 + 6 + 6) / 3),
+        "expert": (8 / 3, 3 * (48 + 8 * 6)),
+    }.get(role, ADAM),
     # a number a row and one a column: 19 of up and down (78 numbers), 12 of square ones (36); 17, 9 and 11 of the others
     "adafactor": lambda role: {
-        "matrix": (2 / 3, 24), "expert": (0, 144), "embedding": (0, 68), "router": (0, 36), "head": (0, 44)
+        "matrix": (2 / 3, 24),
+        "expert": (0, 144),
+        "embedding": (0, 68),
+        "router": (0, 36),
+        "head": (0, 44),
     }.get(role, (4, 0)),
     "adamw": lambda role: ADAM,
     # momentum; a singular vector of up, down, square (6 + 13 + 6 numbers) on average; 3 experts
@@ -394,6 +399,7 @@ STATE_BYTES = {
     "soap": lambda role: {"matrix": (100 / 3, -336), "expert": (8, 3 * 576)}.get(role, ADAM),
     "schedule_free": lambda role: (8, 0),
     "adamw8bit": lambda role: ADAM,  # of small tensors
+    "signum": lambda role: (4, 0),
     "muon": lambda role: (4, 0) if role in ("matrix", "expert") else ADAM,
 }
 

@@ -1,0 +1,397 @@
+"""Grass: the card's checks (a) to (f), moments that are carried over, and refusals."""
+
+import copy
+
+import pytest
+import torch
+from layouts_worker import GrassByUpdates, on_two_ranks
+from optimizer_zoo import Zoo, named, train
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainwright.core.errors import ConfigError
+from trainwright.core.registry import build
+from trainwright.optim.grass import Grass, carried, from_digits, select_rows, to_digits
+from trainwright.optim.grass_linear import GrassLinear
+from trainwright.optim.low_rank_parts import parts_of
+from trainwright.optim.state import optimizer_state_bytes
+
+
+def _randn(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def _rows(optimizer, p, rank):
+    return optimizer.rows(parts_of(p, rank))[0]
+
+
+# (a)
+@pytest.mark.parametrize("shape", [(6, 9), (9, 6), (7, 7)])
+def test_all_rows_is_adam_bit_for_bit(shape):
+    """Adam with eps beside the root of the uncorrected moment; four selections of all rows on the way."""
+    start = _randn(*shape, seed=1, dtype=torch.float32)
+    p = nn.Parameter(start.clone())
+    optimizer = Grass([p], 0.01, rank=1.0, scale=1.0, gap=5)
+    w, m, v = start.clone(), torch.zeros(shape), torch.zeros(shape)
+    for t in range(1, 21):
+        g = _randn(*shape, seed=10 + t, dtype=torch.float32)
+        p.grad = g.clone()
+        optimizer.step()
+        m = m.mul(0.9).add(g, alpha=1 - 0.9)
+        v = v.mul(0.999).addcmul(g, g, value=1 - 0.999)
+        correction = torch.tensor((1 - 0.999**t) ** 0.5 / (1 - 0.9**t), dtype=torch.float64).float()
+        w = w.add(m / (v.sqrt() + 1e-6) * correction, alpha=-0.01)
+        assert torch.equal(p.data, w), t
+
+
+def test_all_rows_is_torchs_adam():
+    start = _randn(6, 9, seed=1)
+    p, q = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    a = Grass([p], 0.01, weight_decay=0.1, rank=6, scale=1.0, eps=1e-14, gap=3)
+    b = torch.optim.AdamW([q], 0.01, eps=1e-14, weight_decay=0.1)
+    for t in range(10):
+        p.grad = _randn(6, 9, seed=10 + t)
+        q.grad = p.grad.clone()
+        a.step(), b.step()
+    torch.testing.assert_close(p.data, q.data, rtol=1e-9, atol=1e-11)
+
+
+# (b)
+@pytest.mark.parametrize("shape", [(8, 12), (12, 8)])
+@pytest.mark.parametrize("selection", ["top_r", "multinomial", "uniform"])
+def test_other_rows_stay_bit_for_bit(selection, shape):
+    p = nn.Parameter(_randn(*shape, dtype=torch.float32))
+    optimizer = Grass([p], weight_decay=0.1, rank=3, gap=4, selection=selection)
+    dim = 0 if shape[0] < shape[1] else 1
+    for t in range(9):
+        before = p.detach().clone()
+        p.grad = _randn(*shape, seed=t, dtype=torch.float32)
+        optimizer.step()
+        rows = _rows(optimizer, p, 3)
+        moved = {i for i in range(8) if not torch.equal(p.data.select(dim, i), before.select(dim, i))}
+        assert moved == set(rows.tolist())
+        if t % 4 == 0 and selection == "top_r":
+            norms = p.grad.norm(dim=1 - dim)
+            assert moved == set(norms.topk(3).indices.tolist())
+
+
+# (c)
+@pytest.mark.parametrize("replacement", [True, False])
+@pytest.mark.parametrize("selection, power", [("multinomial", 1.0), ("multinomial", 2.0), ("uniform", 1.0)])
+def test_draws_are_unbiased(selection, power, replacement):
+    g = _randn(10, 6, seed=1) * torch.linspace(0.3, 2, 10, dtype=torch.float64)[:, None]
+    norms, rank, draws = g.norm(dim=1), 4, 20_000 if replacement else 8_000
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.zeros(10, dtype=torch.float64)
+    squares = 0.0
+    for _ in range(draws):
+        rows, rho = select_rows(norms, rank, selection, power, replacement, generator)
+        diagonal = torch.zeros(10, dtype=torch.float64).index_add_(0, rows, rho.square())
+        weights += diagonal
+        squares += float(((diagonal - 1)[:, None] * g).square().sum())
+    mean = weights[:, None] / draws * g
+    assert (mean - g).norm() < 0.03 * g.norm()
+    if replacement:
+        q = norms**power if selection == "multinomial" else torch.ones(10, dtype=torch.float64)
+        q = q / q.sum()
+        wanted = float((norms.square() / (rank * q)).sum() - g.square().sum() / rank)
+        assert squares / draws == pytest.approx(wanted, rel=0.03)
+
+
+def test_variance_is_least_for_odds_by_the_norm():
+    norms = torch.linspace(0.3, 2, 10, dtype=torch.float64)
+
+    def variance(odds):
+        q = odds / odds.sum()
+        return float((norms.square() / q).sum())
+
+    by_norm, by_square, uniform = variance(norms), variance(norms**2), variance(torch.ones(10, dtype=torch.float64))
+    assert by_norm < 0.9 * by_square
+    assert by_square == pytest.approx(uniform, rel=1e-12)
+
+
+@pytest.mark.parametrize("selection", ["multinomial", "uniform"])
+def test_draws_without_replacement_are_different_rows(selection):
+    norms = torch.tensor([0.0, 1.0, 0.0, 2.0, 3.0])
+    generator = torch.Generator().manual_seed(0)
+    for rank in (1, 3, 5):
+        for _ in range(50):
+            rows, rho = select_rows(norms, rank, selection, 1.0, False, generator)
+            assert len(set(rows.tolist())) == rank and rows.tolist() == sorted(rows.tolist())
+            assert rho.isfinite().all() and (rho >= 1).all()
+    rows, rho = select_rows(norms, 5, selection, 1.0, False, generator)
+    assert torch.equal(rho, torch.ones(5))
+
+
+def test_rows_without_a_gradient_are_not_drawn():
+    norms = torch.tensor([0.0, 1.0, 0.0, 2.0, 0.0])
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        rows, _ = select_rows(norms, 3, "multinomial", 1.0, True, generator)
+        assert set(rows.tolist()) <= {1, 3}
+    for replacement in (True, False):
+        rows, rho = select_rows(torch.zeros(5), 3, "multinomial", 1.0, replacement, generator)
+        assert rho.isfinite().all()
+
+
+# (d)
+def test_sliced_backward():
+    torch.manual_seed(0)
+    linear = nn.Linear(7, 12, dtype=torch.float64)
+    rows = torch.tensor([1, 4, 5, 11])
+    x = _randn(3, 5, 7, seed=1).requires_grad_()
+    target = _randn(3, 5, 12, seed=2)
+    whole = nn.Linear(7, 12, dtype=torch.float64)
+    whole.load_state_dict(linear.state_dict())
+    layer = GrassLinear(linear, rows)
+    y = x.detach().clone().requires_grad_()
+    ((layer(x) - target) ** 2).sum().backward()
+    ((whole(y) - target) ** 2).sum().backward()
+    torch.testing.assert_close(layer.sliced.grad, whole.weight.grad[rows], rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(x.grad, y.grad)
+    torch.testing.assert_close(layer.bias.grad, whole.bias.grad)
+    # all the gradient that there is: r x n
+    assert layer.weight.grad is None and layer.sliced.grad.shape == (4, 7)
+
+
+def test_sliced_backward_makes_no_larger_tensor():
+    """Peak gradient floats r n: no result in the backward pass has the size of the weight."""
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and func is torch.ops.aten.mm.default:
+                seen.append(tuple(out.shape))
+            return out
+
+    layer = GrassLinear(nn.Linear(64, 32, bias=False), torch.arange(4))
+    loss = layer(_randn(5, 64, dtype=torch.float32)).sum()
+    with Watch():
+        loss.backward()
+    assert seen == [(4, 64)]
+
+
+def test_sliced_layer_trains_like_grass():
+    """Adam on ``sliced`` and fold: the same weights as Grass with a reset at each selection."""
+    start, x, target = _randn(6, 9, seed=1), _randn(20, 9, seed=2), _randn(20, 6, seed=3)
+    p = nn.Parameter(start.clone())
+    optimizer = Grass([p], 0.01, rank=2, scale=1.0, eps=1e-14, gap=4, carry=False)
+    linear = nn.Linear(9, 6, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        linear.weight.copy_(start)
+    layer = GrassLinear(linear, torch.arange(2))
+    for t in range(12):
+        if t % 4 == 0:
+            layer.full_gradient(True)
+            ((layer(x) - target) ** 2).mean().backward()
+            rows, _ = select_rows(layer.weight.grad.norm(dim=1), 2)
+            layer.full_gradient(False)
+            layer.select(rows)
+            adam = torch.optim.Adam([layer.sliced], 0.01, eps=1e-14)
+        ((layer(x) - target) ** 2).mean().backward()
+        adam.step(), layer.fold(), adam.zero_grad()
+        ((x @ p.T - target) ** 2).mean().backward()
+        optimizer.step(), optimizer.zero_grad()
+    torch.testing.assert_close(layer.weight.data, p.data, rtol=1e-9, atol=1e-11)
+    assert not torch.equal(p.data, start)
+
+
+def test_other_rows_are_refused_while_there_is_a_gradient_of_these():
+    layer = GrassLinear(nn.Linear(4, 6), torch.arange(2))
+    layer(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(ValueError, match="step and clear it first"):
+        layer.select(torch.tensor([3, 4]))
+    with pytest.raises(ValueError, match="3 rows"):
+        layer.select(torch.arange(3))
+
+
+# (e)
+def test_bytes_of_state():
+    p = nn.Parameter(torch.zeros(1024, 4096))
+    p.grad = torch.ones_like(p)
+    optimizer = Grass([p], rank=128, carry=False)
+    optimizer.step()
+    moments = sum(optimizer.state[p][k].numel() for k in ("exp_avg", "exp_avg_sq"))
+    assert moments == 1_048_576
+    assert optimizer_state_bytes(optimizer) == 4 * moments + 3 * 128 + 1024  # indexes, marks of rows seen
+
+
+# (f)
+def test_two_ranks(tmp_path):
+    found = on_two_ranks(tmp_path, "grass")
+    # R as a partial sum, 2 x 100 numbers, and each rank's half of the update: r / m of the 800 of the matrix
+    assert [f.pop("sent") for f in found] == [[[8 + 200 + 100, 200 + 100] * 2]] * 2
+    for case in found[0]:
+        for f in (f[case] for f in found):
+            assert max(f["difference"], f["resumed"]) < 1e-12 < 1e-3 < f["way"], case
+        rows = [f[case]["rows"] for f in found]
+        if case.startswith(("experts", "fused experts")):  # each rank has its own
+            assert all(a + b == w for a, b, w in zip(*rows, found[0][case]["whole_rows"], strict=True)), case
+        else:
+            assert rows[0] == rows[1] == found[0][case]["whole_rows"], case
+    for case in ("columns", "rows over columns", "experts"):  # what is selected lies whole on each rank
+        assert found[0][f"{case}, top_r"]["sent"] == 0, case
+
+
+# moments that stay
+@pytest.mark.parametrize("subspace", ["adam", "lion", "sgd"])
+@pytest.mark.parametrize("carry", [True, False])
+@pytest.mark.parametrize("selection, replacement", [("top_r", True), ("multinomial", True), ("multinomial", False)])
+def test_selections_follow_each_other(selection, replacement, carry, subspace):
+    """Row by row in float64: each has moments, an age and rho of its own."""
+    start, lr, wd, b1, b2, eps, scale, gap, rank = _randn(8, 11, seed=1), 0.02, 0.3, 0.8, 0.9, 1e-5, 0.5, 3, 4
+    p = nn.Parameter(start.clone())
+    optimizer = Grass(
+        [p], lr, wd, rank=rank, scale=scale, subspace=subspace, betas=(b1, b2), eps=eps, gap=gap,
+        selection=selection, replacement=replacement, carry=carry, seed=7,
+    )  # fmt: skip
+    w, slots = start.clone(), []
+    changes = 0
+    for t in range(10):
+        p.grad = _randn(8, 11, seed=10 + t)
+        optimizer.step()
+        if t % gap == 0:
+            rows = _rows(optimizer, p, rank).tolist()
+            rho = optimizer.state[p]["rho"].tolist() if selection != "top_r" else [1.0] * rank
+            known = {s["row"]: s for s in slots} if carry else {}
+            changes += 0 < len(known.keys() & set(rows)) < rank
+            slots = [
+                {
+                    "row": i, "rho": r, "age": known.get(i, {"age": 0})["age"],
+                    "m": known[i]["m"] * (r / known[i]["rho"]) if i in known else torch.zeros(11, dtype=torch.float64),
+                    "v": known[i]["v"] * (r / known[i]["rho"]) ** 2 if i in known else torch.zeros(11).double(),
+                }
+                for i, r in zip(rows, rho, strict=True)
+            ]  # fmt: skip
+        for i in {s["row"] for s in slots}:
+            w[i] *= 1 - lr * wd
+        for s in slots:
+            s["age"] += 1
+            r = s["rho"] * p.grad[s["row"]]
+            if subspace == "lion":
+                n = (b1 * s["m"] + (1 - b1) * r).sign()
+                s["m"] = b2 * s["m"] + (1 - b2) * r
+            else:
+                s["m"], s["v"] = b1 * s["m"] + (1 - b1) * r, b2 * s["v"] + (1 - b2) * r**2
+                correction = (1 - b2 ** s["age"]) ** 0.5 / (1 - b1 ** s["age"])
+                n = correction * s["m"] / (s["v"].sqrt() + eps) if subspace == "adam" else r
+            w[s["row"]] -= lr * scale * s["rho"] * n
+        torch.testing.assert_close(p.data, w, rtol=1e-10, atol=1e-12)
+    assert changes > 0 or not carry
+
+
+def test_experts_are_selected_one_by_one():
+    stack = _randn(3, 6, 9)
+    whole, singles = nn.Parameter(stack.clone()), [nn.Parameter(m.clone()) for m in stack]
+    a, b = Grass([whole], rank=2, gap=2, weight_decay=0.1), Grass(singles, rank=2, gap=2, weight_decay=0.1)
+    for t in range(5):
+        whole.grad = _randn(3, 6, 9, seed=10 + t)
+        for p, g in zip(singles, whole.grad, strict=True):
+            p.grad = g.clone()
+        a.step(), b.step()
+    torch.testing.assert_close(whole.data, torch.stack([p.data for p in singles]), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("selection", ["top_r", "multinomial"])
+def test_whole_updates_give_the_same_step(selection):
+    """What a wrapper does, against the step that writes to the selected rows alone."""
+    settings = {"weight_decay": 0.1, "rank": 2, "gap": 3, "selection": selection}
+    shapes = [((8, 5), ()), ((5, 8), ()), ((3, 6, 4), ()), ((9, 6), (4, 5)), ((0, 4), ())]
+    a, b = ([nn.Parameter(_randn(*s, seed=i)) for i, (s, _) in enumerate(shapes)] for _ in range(2))
+    one, two = (
+        cls([{"params": [p], "splits": splits} for p, (_, splits) in zip(params, shapes, strict=True)], **settings)
+        for cls, params in ((Grass, a), (GrassByUpdates, b))
+    )
+    for t in range(7):
+        for i, (p, q) in enumerate(zip(a, b, strict=True)):
+            p.grad = _randn(*p.shape, seed=10 * t + i)
+            q.grad = p.grad.clone()
+        one.step(), two.step()
+    for p, q in zip(a, b, strict=True):
+        torch.testing.assert_close(p.data, q.data, rtol=1e-12, atol=1e-14)
+
+
+def test_coverage():
+    p = nn.Parameter(torch.zeros(4, 8))
+    optimizer = Grass([p], rank=1, gap=1)
+    assert float(optimizer.coverage()) == 0
+    for i in (0, 0, 2):
+        p.grad = torch.full((4, 8), 0.1)
+        p.grad[i] = 1.0
+        optimizer.step()
+    assert float(optimizer.coverage()) == 0.5
+
+
+def test_where_rows_were():
+    at, stays = carried(torch.tensor([1, 3, 6]), torch.tensor([0, 3, 6, 7]), 8)
+    assert stays.tolist() == [False, True, True, False] and at.tolist() == [0, 1, 2, 0]
+
+
+def test_indexes_survive_a_cast_to_bfloat16():
+    rows = torch.tensor([[0, 255, 256], [70_000, 257, 16_777_215]])
+    assert torch.equal(from_digits(to_digits(rows).bfloat16().to(torch.uint8)), rows)
+
+
+@pytest.mark.parametrize("selection", ["top_r", "multinomial"])
+def test_bf16_resumes_from_torchs_state_dict(selection):
+    """More rows than bfloat16 can count."""
+    p = nn.Parameter(_randn(600, 700, dtype=torch.bfloat16))
+    q = nn.Parameter(p.detach().clone())
+    a, b = (Grass([x], rank=40, gap=2, selection=selection) for x in (p, q))
+    for t in range(6):
+        if t == 3:
+            with torch.no_grad():
+                q.copy_(p)
+            b.load_state_dict(copy.deepcopy(a.state_dict()))
+        p.grad = _randn(600, 700, seed=t, dtype=torch.bfloat16)
+        q.grad = p.grad.clone()
+        a.step()
+        if t >= 3:
+            b.step()
+    assert torch.equal(p, q)
+
+
+def test_config_builds_all_selections():
+    for settings in (
+        {"selection": "multinomial", "proportional_to": "squared_norm", "replacement": False},
+        {"selection": "uniform", "carry": False},
+        {"subspace": "lion", "rank": 2},
+    ):
+        model = Zoo()
+        optimizer = build("optimizer", {"name": "grass", "gap": 2, **settings}).build(named(model))
+        losses = train(model, optimizer, 6)
+        assert all(p.isfinite().all() for p in model.parameters()) and losses[-1] == losses[-1]
+    group = build("optimizer", {"name": "grass", "selection": "multinomial", "proportional_to": "squared_norm"}).build(
+        named(Zoo())
+    )
+    assert group.param_groups[0]["power"] == 2.0
+
+
+@pytest.mark.parametrize(
+    "settings, says",
+    [
+        ({"gap": 0}, "greater than 0"),
+        ({"rank": 0}, "rank"),
+        ({"rank": 1.5}, "rank"),
+        ({"selection": "best"}, "selection"),
+        ({"subspace": "adam_8bit"}, "subspace"),
+        ({"betas": [0.9, 1.0]}, r"in \[0, 1\)"),
+    ],
+)
+def test_settings_that_make_no_sense(settings, says):
+    with pytest.raises(ConfigError, match=says):
+        build("optimizer", {"name": "grass", **settings})
+
+
+def test_a_rank_above_the_side_is_refused():
+    with pytest.raises(ConfigError, match=r"rank=7.*\(6\) of up"):
+        build("optimizer", {"name": "grass", "rank": 7}).build(named(Zoo()))
+    with pytest.raises(ValueError, match="larger than the shorter side"):
+        Grass([nn.Parameter(torch.zeros(4, 8))], rank=5)
+    with pytest.raises(ValueError, match="gap=0"):
+        Grass([nn.Parameter(torch.zeros(4, 8))], gap=0)
+    with pytest.raises(ValueError, match="takes matrices"):
+        Grass([nn.Parameter(torch.zeros(4))])
+    with pytest.raises(ValueError, match="adam_8bit"):
+        Grass([nn.Parameter(torch.zeros(4, 8))], subspace="adam_8bit")
