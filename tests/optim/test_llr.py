@@ -13,7 +13,7 @@ from torch import nn
 
 from trainwright.analysis.heavy_tail import alpha, gaussian_alpha
 from trainwright.core.errors import ConfigError
-from trainwright.core.params import NamedParam
+from trainwright.core.params import NamedParam, named_params
 from trainwright.core.registry import build
 from trainwright.optim.adamw import AdamW
 from trainwright.optim.llr import LLR, layer_alphas, rate_factors
@@ -217,6 +217,20 @@ def test_small_matrices_keep_the_common_rate():
     run(optimizer, params, 6)
     names = {n.name for n in params if n.param in optimizer.factors()}
     assert names == {"a", "c", "embed", "head"}
+
+
+def test_a_tied_embedding_is_raised_once():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.mix, self.head = nn.Embedding(12, 10), nn.Linear(10, 10), nn.Linear(10, 12, bias=False)
+            self.head.weight = self.embed.weight
+
+    model = Tied()
+    params = named_params(model)
+    optimizer = make(params, ramp=1)
+    run(optimizer, params, 1)
+    assert optimizer.factors() == {model.embed.weight: 5.0, model.mix.weight: 1.0}
 
 
 def test_fused_matrices_are_taken_apart():

@@ -377,7 +377,7 @@ STATE_BYTES = {
         "matrix": (8 / 3, 48 + 8 * (13 + 6 + 6) / 3),
         "expert": (8 / 3, 3 * (48 + 8 * 6)),
     }.get(role, ADAM),
-    # a number a row and one a column: 19 of up and down (78 numbers), 12 of square ones (36); 17, 9 and 11 of the others
+    # a number a row and one a column: 19 of up and down (78 numbers), 12 of square ones (36); 17, 9, 11 of the others
     "adafactor": lambda role: {
         "matrix": (2 / 3, 24),
         "expert": (0, 144),

@@ -347,4 +347,6 @@ def test_the_class_refuses(settings, says):
 def test_global_clipping_is_refused_with_the_way_out():
     with pytest.raises(ConfigError, match="clip: none"):
         RunConfig.load({"optimizer": "spam"})
+    with pytest.raises(ConfigError, match="clip: none"):
+        RunConfig.load({"optimizer": "spam", "clip": "zclip"})
     RunConfig.load({"optimizer": "spam", "clip": "none"})

@@ -7,9 +7,10 @@ then within ``ramp`` steps the factor on its rate goes linearly from what it was
 head go to s2 in the first ramp; norms, biases, routers and smaller matrices have the factor 1.
     w = w (1 - lr s wd) - lr s u
 with u the inner optimizer's update and lr the schedule's rate; with hold_decay the decay is lr wd.
-Layer-wise learning rates, arXiv:2605.22297. It recomputes every 40 to 100 steps in the first fifth of the run and ramps
-over 20 to 50, with s1 = 1 and s2 = 5 (3 in the base settings of its code). Other maps of alpha, from its code:
-sqrt and log2, both divided by their mean, and sigmoid, 2 / (1 + exp(-4 z)), z = alpha less its mean over its deviation.
+One LR Doesn't Fit All: Heavy-Tail Guided Layerwise Learning Rates for LLMs, ICML 2026, arXiv:2605.22297. It recomputes
+every 40 to 100 steps in the first fifth of the run and ramps over 20 to 50, with s1 = 1 and s2 = 5 (3 in the base
+settings of its code). Other maps of alpha, from its code: sqrt and log2, both divided by their mean, and sigmoid,
+2 / (1 + exp(-4 z)), z = alpha less its mean over its deviation.
 
 Every factor is at least s1 = 1: compare with the inner optimizer at lr times the mean factor (``factors()``), or the
 gain of a larger rate is taken for one of the method. At the start weights are random and alpha tells their shapes

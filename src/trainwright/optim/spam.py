@@ -251,15 +251,18 @@ def check_settings(group: dict[str, Any]) -> None:
         )
 
 
+RAW = (
+    "SPAM looks for spikes in the raw gradient and clips them by itself, and a spike that first scales the whole "
+    "gradient down hides in it; write `clip: none`"
+)
+
+
 @register(
     "optimizer",
     "spam",
     paper="arXiv:2501.06842",
     seed_id="B075",
-    conflicts={
-        "clip.global_norm": "SPAM looks for spikes in the raw gradient and clips them by itself, and a spike that "
-        "scales the whole gradient down first hides in it; write `clip: none`"
-    },
+    conflicts={"clip.global_norm": RAW, "clip.zclip": RAW},
 )
 class SPAMConfig(OptimizerConfig):
     """Adam that clips gradient spikes entry by entry and resets its momentum periodically (SPAM)."""
