@@ -44,8 +44,9 @@ class Adafactor(UpdateRule):
     clip             d above: largest RMS of an update
     relative_step    lower the rate as 1 / sqrt(t)
     scale_parameter  multiply the rate by max(eps2, RMS(W))
-    A group may hold ``splits``, rows of each matrix that was fused into its parameters.
-    State per parameter: ``row`` [..., out, 1] and ``column`` [..., 1, in], or [..., parts, in] of fused matrices;
+    A group may hold ``splits``, rows (negative: columns) of each matrix that was fused into its parameters.
+    State per parameter: ``row`` [..., out, 1] and ``column`` [..., 1, in], or [..., parts, in] of fused matrices
+    (fused along columns: of the transposed one);
     of vectors and numbers ``variance`` (their shape); in float32 at least. ``step`` is in the groups.
     Raises ValueError for settings out of range.
     """
@@ -94,17 +95,21 @@ class Adafactor(UpdateRule):
 
     def _updates(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> Tensor:
         """``u`` of parameters of one shape and layout, with all factors but lr: ``[n, ...]``, what this rank holds."""
-        first = params[0]
+        splits: Sequence[int] = group["splits"] if params[0].ndim >= 2 else ()
+        turned = bool(splits) and splits[0] < 0  # fused along the columns: everything goes on the transposed matrix
+        first = params[0].mT if turned else params[0]
         wide = torch.float32 if first.element_size() < 4 else first.dtype
         g = torch.stack(grads).to(wide)
         w = torch.stack([local_tensor(p) for p in params]).to(wide)
+        if turned:
+            g, w = g.mT, w.mT
         t, lr = group["step"], group["lr"]
         new = t ** group["beta2_decay"]  # 1 - b
-        sums = _Sums(first, group["splits"] if first.ndim >= 2 else ())
+        sums = _Sums(first, [abs(n) for n in splits])
         squares = g.square().add_(group["eps1"])
         if first.ndim >= 2:
-            row = self._moved(params, "row", sums.rows(squares) / max(first.shape[-1], 1), new)
-            column = self._moved(params, "column", sums.columns(squares) / sums.lengths(g), new)
+            row = self._moved(params, "row", sums.rows(squares) / max(first.shape[-1], 1), new, turned)
+            column = self._moved(params, "column", sums.columns(squares) / sums.lengths(g), new, turned)
             mean = sums.columns(row) / sums.lengths(g)
             roots = (row / sums.spread(mean)).sqrt() * sums.spread(column.sqrt())
             u = g / roots
@@ -115,17 +120,18 @@ class Adafactor(UpdateRule):
             u = u * sums.rms(w).clamp(min=group["eps2"])
         if group["relative_step"] and lr * math.sqrt(t) > 1:
             u = u / (lr * math.sqrt(t))
-        return u.to(first.dtype)
+        return (u.mT if turned else u).to(first.dtype)
 
-    def _moved(self, params: list[Tensor], key: str, target: Tensor, weight: float) -> Tensor:
+    def _moved(self, params: list[Tensor], key: str, target: Tensor, weight: float, turned: bool = False) -> Tensor:
         """The state ``key`` after its step towards ``target [n, ...]``, which is of the same local shape."""
-        kept = [self._state(p, key, t) for p, t in zip(params, target.unbind(), strict=True)]
+        kept = [self._state(p, key, t, turned) for p, t in zip(params, target.unbind(), strict=True)]
         torch._foreach_lerp_(kept, list(target.unbind()), weight)
         return torch.stack(kept)
 
-    def _state(self, p: Tensor, key: str, example: Tensor) -> Tensor:
+    def _state(self, p: Tensor, key: str, example: Tensor, turned: bool) -> Tensor:
         """What this rank holds of the state; zeros like ``example`` where there is none yet."""
         state = self.state[p]
+        p = p.mT if turned else p
         if not isinstance(p, DTensor):
             if key not in state:
                 state[key] = torch.zeros_like(example)

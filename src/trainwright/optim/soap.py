@@ -32,7 +32,7 @@ from torch import Tensor
 from trainwright.core.params import NamedParam
 from trainwright.core.registry import register
 from trainwright.optim.matrix import MatrixConfig, MatrixRule
-from trainwright.optim.whole import batches, gather, like, matrices
+from trainwright.optim.whole import batches, gather, like, matrices, split_dim
 
 TIE_BREAK = 1e-2  # of the mean eigenvalue
 
@@ -147,7 +147,7 @@ class SOAP(MatrixRule):
             updates.append(u)
             moments.append(self._learn(params, names, g, v, step, group))
         for targets, found in ((out, updates), (second, moments)):
-            whole = torch.cat(found, dim=-2).reshape(len(params), *lead, *params[0].shape[-2:])
+            whole = torch.cat(found, dim=split_dim(group["splits"])).reshape(len(params), *lead, *params[0].shape[-2:])
             for target, t in zip(targets, whole, strict=True):
                 target.copy_(like(t.to(target.dtype), target))
 

@@ -78,7 +78,7 @@ def on_stacks(fn: Function, *columns: Sequence[Tensor], splits: Sequence[int] = 
     found = []
     for i, t in enumerate(columns[0]):
         mine = done[i * parts : (i + 1) * parts]
-        whole = mine[0] if parts == 1 else torch.cat(mine, dim=_split_dim(splits))
+        whole = mine[0] if parts == 1 else torch.cat(mine, dim=split_dim(splits))
         found.append(whole.reshape(t.shape).to(t.dtype))
     return found
 
@@ -86,11 +86,12 @@ def on_stacks(fn: Function, *columns: Sequence[Tensor], splits: Sequence[int] = 
 def matrices(t: Tensor, splits: Sequence[int] = ()) -> list[Tensor]:
     """The matrices in ``t [..., out, in]`` as stacks ``[n, out, in]``, one for each fused part."""
     flat = t.reshape(-1, *t.shape[-2:]) if t.numel() else t.new_zeros((0, *t.shape[-2:]))
-    return list(flat.split([abs(n) for n in splits], dim=_split_dim(splits))) if splits else [flat]
+    return list(flat.split([abs(n) for n in splits], dim=split_dim(splits))) if splits else [flat]
 
 
-def _split_dim(splits: Sequence[int]) -> int:
-    return -1 if splits[0] < 0 else -2
+def split_dim(splits: Sequence[int]) -> int:
+    """The dimension along which matrices are fused."""
+    return -1 if splits and splits[0] < 0 else -2
 
 
 def batches(tensors: Sequence[Tensor]) -> list[list[int]]:
