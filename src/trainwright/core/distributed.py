@@ -39,6 +39,15 @@ def all_reduce_sum(value: Tensor, group: dist.ProcessGroup | None = None) -> Ten
     return value
 
 
+def max_over_ranks(value: int, device: torch.device) -> int:
+    """The largest ``value`` of any rank; waits for the device."""
+    if world_size() == 1:
+        return value
+    box = torch.tensor(value, device=device)
+    dist.all_reduce(box, op=dist.ReduceOp.MAX)
+    return int(box)
+
+
 def broadcast_object(value: Any, src: int = 0) -> Any:
     if world_size() == 1:
         return value

@@ -1,6 +1,6 @@
 """Tuning by successive halving: every arm gets the same grid size, so the same number of trials and tokens.
 
-With n points in the grid: all n train for a quarter of the budget with the first seed, the better third of them
+With n points in the grid: all n train for a quarter of the budget with the first seed, the better half of them
 (rounded up) for half of it, and the best of those is the arm's setting; it then trains for the whole budget with all
 seeds. Each rung is a run of its own, with its schedule scaled to its own length, so a rate is never judged in the
 middle of another schedule. Rungs with one point left are passed over. Points that diverge or fail come last.
@@ -18,7 +18,7 @@ from trainwright.config.run_config import parse_yaml
 from trainwright.core.errors import ConfigError
 from trainwright.lab.arms import Grid, split_list
 
-RUNGS = ((0.25, 1.0), (0.5, 1 / 3))  # (share of the budget, share of the grid that trains for it)
+RUNGS = ((0.25, 1.0), (0.5, 1 / 2))  # (share of the budget, share of the grid that trains for it)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.core.batch import Batch
-from trainwright.core.distributed import all_reduce_sum
+from trainwright.core.distributed import all_reduce_sum, max_over_ranks
 from trainwright.objectives.base import Objective
 from trainwright.parallel.apply import Parallelized
 
@@ -22,6 +22,7 @@ class StepResult:
     loss_sum: Tensor  # float64 scalar
     weight: Tensor  # float64 scalar, over all ranks
     metrics: dict[str, Tensor]  # float64 scalars, local sums
+    positions: int = 0  # that this rank computed, padding included
 
 
 class Executor(Protocol):
@@ -34,28 +35,49 @@ class AutogradExecutor:
 
     The gradient is that of (sum of weighted token losses over the global batch) / (global weight), so it does not
     depend on how rows are spread over micro-batches and ranks. A batch whose weights are all 0 gives gradient 0.
+
+    budget  positions of a micro-batch: rows are grouped by length and trimmed (data/odb_rows.py). The batch then has to
+            lie on the CPU, since shapes depend on its weights. None: ``micro_batch_size`` rows, as they are
+    device  where micro-batches go
     """
 
-    def __init__(self, micro_batch_size: int, precision: Any):
+    def __init__(
+        self, micro_batch_size: int, precision: Any, budget: int | None = None, device: torch.device | None = None
+    ):
         self.micro_batch_size, self.precision = micro_batch_size, precision
+        self.budget, self.device = budget, device
+
+    def micro_batches(self, batch: Batch) -> list[Batch]:
+        if self.budget is None:
+            return batch.split(self.micro_batch_size)
+        from trainwright.data.odb_rows import micro_batches
+
+        found = micro_batches(batch, self.budget)
+        wanted = max_over_ranks(len(found), self.device or batch.tokens.device)
+        return found if wanted == len(found) else micro_batches(batch, self.budget, wanted)
 
     def run(self, parallel: Parallelized, objective: Objective, batch: Batch) -> StepResult:
-        weight = all_reduce_sum(batch.weight())
+        weight = batch.weight()
+        weight = all_reduce_sum(weight if self.device is None else weight.to(self.device))
         inverse = torch.where(weight > 0, parallel.loss_scale / weight, torch.zeros_like(weight)).float()
-        micro_batches = batch.split(self.micro_batch_size)
+        micro_batches = self.micro_batches(batch)
         loss_sum = torch.zeros_like(weight)
         metrics: dict[str, Tensor] = {}
+        positions = 0
         for i, micro in enumerate(micro_batches):
+            if self.device is not None:
+                micro = micro.to(self.device)
             sync: AbstractContextManager[None] = parallel.no_sync(last_micro_batch=i == len(micro_batches) - 1)
             with sync:
                 with self.precision.autocast():
                     loss = objective(parallel.module, micro)  # type: ignore[arg-type]
                 self.precision.backward(loss.sum * inverse)
             loss_sum += loss.sum.detach()
+            positions += micro.tokens.numel()
             for name, value in loss.metrics.items():
                 value = value.detach().double()
                 metrics[name] = metrics[name] + value if name in metrics else value
-        return StepResult(loss_sum, weight, metrics)
+        return StepResult(loss_sum, weight, metrics, positions)
 
 
 def forward_only(module: nn.Module, objective: Objective, batch: Batch, precision: Any) -> Any:

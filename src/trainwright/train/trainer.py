@@ -104,7 +104,9 @@ class Trainer:
         self.schedule = config.schedule.build(self.total_steps)
         self.clip = config.clip.build()
         self.average = config.average.build(self.params) if config.average else None
-        self.executor = AutogradExecutor(self._micro_batch_size(), self.precision)
+        micro = self._micro_batch_size()
+        budget = micro * config.train.seq_len if config.data.batcher.regroups else None
+        self.executor = AutogradExecutor(micro, self.precision, budget, self.device)
         self.monitors = [(m.name, m.build()) for m in config.monitors]
         self.policy = self._build_policy()
         self.progress = Progress()
@@ -344,7 +346,9 @@ class Trainer:
 
     def _step(self) -> tuple[dict[str, Any], Decision]:
         t0 = time.perf_counter()
-        batch = self.loader.next_batch().to(self.device)
+        batch = self.loader.next_batch()
+        if self.executor.budget is None:
+            batch = batch.to(self.device)
         t1 = time.perf_counter()
         result = self.executor.run(self.parallel, self.objective, batch)
         self.precision.unscale(self.optimizer)
@@ -355,10 +359,10 @@ class Trainer:
         names = list(result.metrics)
         seconds_so_far = time.perf_counter() - t0 if is_main() else 0.0
         flag = 1.0 if self._stop_signal is not None else 0.0
-        host = torch.tensor([seconds_so_far, flag], dtype=torch.float64).to(self.device)
+        host = torch.tensor([result.positions, seconds_so_far, flag], dtype=torch.float64).to(self.device)
         sums = torch.stack([result.loss_sum, *result.metrics.values()])
         sums = all_reduce_sum(torch.cat([sums, host]))
-        *values, step_seconds, stop_flags, weight, norm = torch.cat(
+        *values, positions, step_seconds, stop_flags, weight, norm = torch.cat(
             [sums, result.weight.reshape(1), grad_norm.double().reshape(1)]
         ).tolist()
         per_token = [v / weight if weight else 0.0 for v in values]
@@ -387,7 +391,8 @@ class Trainer:
         p.tokens += self.config.train.global_batch_tokens
         p.seconds += step_seconds + (t4 - t3 if self.mesh.world_size == 1 else 0.0)
         elapsed = time.perf_counter() - t0
-        tokens_per_s = self.config.train.global_batch_tokens / elapsed
+        # Of regrouped rows the trained tokens: most positions of the batch are never computed.
+        tokens_per_s = (self.config.train.global_batch_tokens if self.executor.budget is None else weight) / elapsed
         row: dict[str, Any] = {
             "step": p.step,
             "tokens": p.tokens,
@@ -396,6 +401,7 @@ class Trainer:
             "lr": lr,
             "grad_norm": norm,
             "tokens_per_s": tokens_per_s,
+            "trained_share": weight / positions if positions else 0.0,  # of the positions that were computed
             "seconds": p.seconds,
             "time_data": t1 - t0,
             "time_forward_backward": t2 - t1,

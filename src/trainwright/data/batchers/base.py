@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import ClassVar
 
 import numpy as np
 
@@ -12,6 +13,9 @@ from trainwright.data.packing import RowPlan
 
 class BatcherConfig(MethodConfig):
     """Base of batcher configs."""
+
+    # Rows of a step are regrouped by their length and trimmed before the forward pass (data/odb_rows.py).
+    regroups: ClassVar[bool] = False
 
     @abstractmethod
     def plan(self, lengths: np.ndarray, seq_len: int, seed: int | None) -> RowPlan:
