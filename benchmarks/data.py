@@ -21,6 +21,7 @@ from peers import machine
 
 PARTS = {
     "batching": "data_batching",
+    "dedup": "data_dedup",
 }
 
 

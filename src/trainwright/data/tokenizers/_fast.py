@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,7 @@ class FastTokenizer(Tokenizer):
     def save(self, folder: Path) -> None:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        self._check_model_type(folder)
         for name, data in self._files.items():
             (folder / name).write_bytes(data)
         if "tokenizer.json" not in self._files:
@@ -113,6 +115,20 @@ class FastTokenizer(Tokenizer):
             config.pop("chat_template", None)
         text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
         (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+    def _check_model_type(self, folder: Path) -> None:
+        """Warn where ``folder`` is that of a model for which transformers 5 rebuilds the tokenizer in another way."""
+        try:
+            kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+        except (OSError, ValueError):
+            return
+        parts = type(self.backend.model).__name__, type(self.backend.decoder).__name__
+        if kind == "qwen2" and parts != ("BPE", "ByteLevel"):
+            warnings.warn(
+                f"tokenizer: transformers makes a byte-level BPE of every tokenizer of a model of type qwen2, but this "
+                f"is a {parts[0]}: AutoTokenizer will give other ids; load it with PreTrainedTokenizerFast",
+                stacklevel=4,
+            )
 
 
 def hf_config(eos: str, bos: str | None, pad: str | None, chat_template: str | None) -> dict[str, Any]:
