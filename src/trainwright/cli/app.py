@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from trainwright.cli.data_app import data_app
+
 app = typer.Typer(
     name="trainwright",
     help="Train language models with the published methods, one recipe line each.",
@@ -19,6 +21,9 @@ config_app = typer.Typer(help="Show, check and describe recipes.", no_args_is_he
 app.add_typer(config_app, name="config")
 claims_app = typer.Typer(help="Published claims, held against small experiments.", no_args_is_help=True)
 app.add_typer(claims_app, name="claims")
+app.add_typer(data_app, name="data")
+tokenizer_app = typer.Typer(help="Train, study and compare tokenizers.", no_args_is_help=True)
+app.add_typer(tokenizer_app, name="tokenizer")
 
 # typer writes brackets and dots around the metavar of a list.
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides, e.g. optimizer.lr=1e-3.")]
@@ -194,11 +199,15 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")],
     checkpoint: Checkpoint = "latest",
     live: Live = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="The LoRA adapter alone, in PEFT's format.")] = False,
 ) -> None:
-    """Write a run's model as a folder that transformers loads."""
+    """Write a run's model as a folder that transformers loads; adapters are merged, and that is proved."""
+    from trainwright.models.adapter_export import read_proof
     from trainwright.train.runs import export_run
 
-    print(export_run(run, out, checkpoint, live))
+    print(export_run(run, out, checkpoint, live, adapter))
+    if (proof := read_proof(out)) is not None:
+        print(proof)
 
 
 @app.command()
@@ -312,3 +321,85 @@ def claims_table(
     from trainwright.cli.claims import table
 
     table(folder, out)
+
+
+Texts = Annotated[
+    list[str], typer.Option("--text", metavar="LANG=PATH", help="Text of a language: a file or folder; repeatable.")
+]
+Parallel = Annotated[
+    list[str] | None,
+    typer.Option("--parallel", metavar="LANG=FILE", help="The same sentences in several languages, one a line."),
+]
+Morphemes = Annotated[
+    str | None, typer.Option("--segmentation", metavar="NAME", help="en, tr or a file: adds morphological metrics.")
+]
+Hidden = Annotated[int, typer.Option(min=1, help="Width of the model whose training cost is predicted.")]
+Layers = Annotated[int, typer.Option(min=1, help="Its layers.")]
+SeqLen = Annotated[int, typer.Option(min=1, help="Its tokens per sequence.")]
+Recompute = Annotated[bool, typer.Option("--recompute", help="It recomputes activations in the backward pass.")]
+Untied = Annotated[bool, typer.Option("--untied", help="It has two embedding matrices.")]
+
+
+@tokenizer_app.command("train")
+def tokenizer_train(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write; must not exist.")],
+    arguments: RecipeAndOverrides = None,
+) -> None:
+    """Train the tokenizer of a recipe on its data and write it as a Hugging Face folder."""
+    from trainwright.cli import tokenizer as command
+
+    command.train(*split_arguments(arguments), out)
+
+
+@tokenizer_app.command("study")
+def tokenizer_study(
+    text: Texts,
+    algorithm: Annotated[list[str] | None, typer.Option(help="bpe, unigram, morph_bpe; repeatable.")] = None,
+    vocab_size: Annotated[list[int] | None, typer.Option(min=260, help="Sizes to try; repeatable.")] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to keep the tokenizers in.")] = Path(
+        "runs/tokenizers"
+    ),
+    validation_fraction: Annotated[float, typer.Option(min=0.0, max=0.5, help="Share of the texts held out.")] = 0.1,
+    mono: Annotated[bool, typer.Option("--mono", help="Train on each language alone too.")] = False,
+    parallel: Parallel = None,
+    segmentation: Morphemes = None,
+    proxy: Annotated[
+        Path | None, typer.Option(metavar="RECIPE", help="Train this small recipe with each, for bits per byte.")
+    ] = None,
+    proxy_bytes: Annotated[int, typer.Option(min=1, help="Text that each of these trainings sees, in bytes.")] = 10**7,
+    hidden: Hidden = 2048,
+    layers: Layers = 24,
+    seq_len: SeqLen = 2048,
+    recompute: Recompute = False,
+    untied: Untied = False,
+    json: Json = False,
+) -> None:
+    """Train tokenizers at several vocabulary sizes; what each does to the text, and what that costs."""
+    from trainwright.cli import tokenizer as command
+
+    dims = {"hidden": hidden, "layers": layers, "seq_len": seq_len, "recompute": recompute, "tied": not untied}
+    command.study(
+        text, algorithm or ["bpe", "unigram"], vocab_size or [4096, 8192, 16384], dims,
+        validation_fraction=validation_fraction, mono=mono, parallel=parallel or [], segmentation=segmentation,
+        proxy=proxy, proxy_bytes=proxy_bytes, out=out, json=json,
+    )  # fmt: skip
+
+
+@tokenizer_app.command("compare")
+def tokenizer_compare(
+    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER", help="Tokenizers or models with one.")],
+    text: Texts,
+    parallel: Parallel = None,
+    segmentation: Morphemes = None,
+    hidden: Hidden = 2048,
+    layers: Layers = 24,
+    seq_len: SeqLen = 2048,
+    recompute: Recompute = False,
+    untied: Untied = False,
+    json: Json = False,
+) -> None:
+    """Compare tokenizers that exist on the same text."""
+    from trainwright.cli import tokenizer as command
+
+    dims = {"hidden": hidden, "layers": layers, "seq_len": seq_len, "recompute": recompute, "tied": not untied}
+    command.compare(folders, text, dims, parallel=parallel or [], segmentation=segmentation, json=json)

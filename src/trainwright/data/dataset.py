@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
+from trainwright.data.tokenizers.base import Tokenizer
+
 
 class TokenDataset(ABC):
-    """Documents of one source and split, as token ids. Every document ends with the tokenizer's EOS."""
+    """Documents of one source and split, as token ids.
+
+    Every document ends with the tokenizer's EOS; a conversation with what its template ends it with.
+    """
 
     name: str
     lengths: np.ndarray  # int32 [num_docs], tokens per document, EOS included
@@ -58,3 +65,22 @@ class ArrayDataset(TokenDataset):
 
     def loss_weights(self, doc: int, start: int = 0, stop: int | None = None) -> np.ndarray | None:
         return None if self._weights is None else self._weights[doc][start:stop]
+
+
+@runtime_checkable
+class TokenizedSource(Protocol):
+    """A source that makes its tokens, and loss weights, itself; others give texts, which are encoded for them."""
+
+    whole_documents: ClassVar[bool]  # rows that cut its documents would harm them
+
+    def tokenized(
+        self,
+        tokenizer: Tokenizer,
+        split: Literal["train", "validation"],
+        *,
+        seq_len: int,
+        validation_fraction: float,
+        cache_dir: Path,
+        progress: Callable[[int], None] | None = None,
+        num_proc: int = 1,
+    ) -> TokenDataset: ...

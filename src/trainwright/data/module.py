@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -15,19 +16,20 @@ from trainwright.core.batch import Batch
 from trainwright.core.distributed import broadcast_object, rank, world_size
 from trainwright.core.errors import ConfigError, DataError, TrainwrightError, nearest
 from trainwright.core.hardware import cache_dir as default_cache_dir
-from trainwright.core.registry import MethodConfig, Slot
+from trainwright.core.registry import MethodConfig, Slot, build
 from trainwright.data.batchers.base import BatcherConfig
-from trainwright.data.dataset import TokenDataset
+from trainwright.data.dataset import TokenDataset, TokenizedSource
 from trainwright.data.loader import Loader, OnChange
 from trainwright.data.packing import Pool, unique_names
 from trainwright.data.permutation import Permutation
 from trainwright.data.rows import RowStream
-from trainwright.data.sources.base import SourceConfig
+from trainwright.data.sources.base import SourceConfig, Split
 from trainwright.data.tokenize import TrainingCorpus, tokenize_source
 from trainwright.data.tokenizers.base import Tokenizer, TokenizerConfig
 from trainwright.data.validation import validation_batches
 
 T = TypeVar("T")
+log = logging.getLogger("trainwright")
 
 
 class DataConfig(BaseModel):
@@ -40,7 +42,8 @@ class DataConfig(BaseModel):
         description="Where documents come from.",
     )
     batcher: Annotated[BatcherConfig, Slot("batcher", default="packed")] = Field(
-        cast(BatcherConfig, {"name": "packed"}), description="How documents are laid out in rows."
+        cast(BatcherConfig, {"name": "packed"}),
+        description="How documents are laid out in rows; where a source is of conversations best_fit, unless set.",
     )
     validation_fraction: float = Field(
         0.02, ge=0, lt=0.5, description="Share of the documents held out for validation; 0: no validation."
@@ -63,6 +66,13 @@ class DataConfig(BaseModel):
         if not sources:
             raise ValueError("is empty; name at least one source, or leave it out for python_stdlib")
         return sources
+
+    @model_validator(mode="after")
+    def _whole_documents(self) -> DataConfig:
+        """Unless the recipe names a batcher: one that cuts no document, where a source asks for that."""
+        if "batcher" not in self.model_fields_set and _whole(self):
+            self.__dict__["batcher"] = build("batcher", "best_fit")
+        return self
 
     @model_validator(mode="after")
     def _all_or_no_weights(self) -> DataConfig:
@@ -188,6 +198,7 @@ class DataModule:
             world_size=self.world_size,
             max_tokens=max_tokens,
             token_bytes=self.tokenizer.token_byte_lengths(),
+            batcher=self.config.batcher if _whole(self.config) else None,
         )
 
     # -- figures ------------------------------------------------------------------------------------------------
@@ -296,25 +307,36 @@ def build_data(
     ConfigError.
     """
 
+    def tokenize_one(source: SourceConfig, split: Split) -> TokenDataset:
+        shared: dict[str, Any] = {
+            "validation_fraction": config.validation_fraction,
+            "cache_dir": config.cache(),
+            "progress": progress,
+            "num_proc": config.num_proc,
+        }
+        if isinstance(source, TokenizedSource):
+            return source.tokenized(tokenizer, split, seq_len=seq_len, **shared)
+        return tokenize_source(source, tokenizer, split, **shared)
+
     def tokenize() -> Mapping[str, list[TokenDataset]]:
-        out: dict[str, list[TokenDataset]] = {}
-        for split in ("train", "validation"):
-            out[split] = [
-                tokenize_source(
-                    source,
-                    tokenizer,
-                    split,  # type: ignore[arg-type]
-                    validation_fraction=config.validation_fraction,
-                    cache_dir=config.cache(),
-                    progress=progress,
-                    num_proc=config.num_proc,
-                )
-                for source in config.sources
-            ]
-        return out
+        splits: tuple[Split, ...] = ("train", "validation")
+        return {split: [tokenize_one(source, split) for source in config.sources] for split in splits}
 
     data = _main_first(tokenize)
-    return DataModule(
+    module = DataModule(
         config, tokenizer, data["train"], data["validation"],
         seq_len=seq_len, seed=seed, rank=rank, world_size=world_size,
     )  # fmt: skip
+    if _whole(config):
+        if config.batcher.name == "packed":
+            log.warning(
+                "data.batcher=packed cuts conversations at row ends, and what is behind the cut does not see its "
+                "question; best_fit or multipack keep them whole"
+            )
+        log.info("%.1f%% of the training tokens are trained on", 100 * module.trained_share)
+    return module
+
+
+def _whole(config: DataConfig) -> bool:
+    """Whether a source's documents should not be cut."""
+    return any(getattr(s, "whole_documents", False) for s in config.sources)

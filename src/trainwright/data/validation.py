@@ -9,6 +9,7 @@ import torch
 
 from trainwright.core.batch import Batch
 from trainwright.core.errors import ConfigError
+from trainwright.data.batchers.base import BatcherConfig
 from trainwright.data.batchers.packed import PackedConfig
 from trainwright.data.dataset import TokenDataset
 from trainwright.data.packing import NOTHING, assemble
@@ -25,8 +26,9 @@ def validation_batches(
     world_size: int = 1,
     max_tokens: int | None = None,
     token_bytes: np.ndarray | None = None,
+    batcher: BatcherConfig | None = None,
 ) -> Iterator[Batch]:
-    """Packed rows of ``dataset``, at most ``batch_rows`` in a batch, divided over the ranks.
+    """Rows of ``dataset``, packed or as ``batcher`` says, at most ``batch_rows`` in a batch, divided over the ranks.
 
     They are rows of one fixed shuffle, so that the first ``max_tokens`` (rounded down to whole rows, at least one) are
     drawn from the whole dataset; None: all rows. Every rank gets the same number of batches of the same sizes; the last
@@ -41,7 +43,7 @@ def validation_batches(
         raise ConfigError("should be at least 1", key="max_tokens", value=max_tokens)
     if dataset.num_docs == 0 or dataset.num_tokens == 0:
         return
-    stream = RowStream(dataset, PackedConfig(), seq_len, seed=0)
+    stream = RowStream(dataset, batcher or PackedConfig(), seq_len, seed=0)
     total = stream.num_rows(0)
     if max_tokens is not None:
         total = min(total, max(1, max_tokens // seq_len))

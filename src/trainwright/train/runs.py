@@ -162,11 +162,29 @@ def sample_text(
 
 
 def export_run(
-    run_dir: Path | str, out: Path | str, checkpoint: str | int | Path = "latest", live: bool = False
+    run_dir: Path | str,
+    out: Path | str,
+    checkpoint: str | int | Path = "latest",
+    live: bool = False,
+    adapter: bool = False,
 ) -> Path:
-    """Write a run's model (see :func:`load_run`) as a Hugging Face folder. Raises ConfigError when ``out`` exists."""
-    from trainwright.models import save_pretrained
+    """Write a run's model (see :func:`load_run`) as a Hugging Face folder.
 
-    model, tokenizer, _ = load_run(run_dir, checkpoint, device="cpu", live=live)
-    save_pretrained(model, Path(out), tokenizer=tokenizer)
+    Adapters are merged, and ``merge_proof.json`` says how well the logits agree; with ``adapter`` they are written
+    alone, in PEFT's format. Raises ConfigError when ``out`` exists, ModelError when merging changes the logits.
+    """
+    from trainwright.models import save_pretrained
+    from trainwright.models.adapter_export import export_merged, has_adapters, save_adapter
+    from trainwright.models.transforms.lora import LoraConfig
+
+    model, tokenizer, config = load_run(run_dir, checkpoint, device="cpu", live=live)
+    lora = next((t for t in config.transforms if isinstance(t, LoraConfig)), None)
+    if adapter and lora is None:
+        raise ConfigError("the run trained no adapter; leave it out", key="--adapter")
+    if adapter and lora is not None:
+        return save_adapter(model, Path(out), lora, config.model.tokenizer_path(), tokenizer)
+    if has_adapters(model):
+        export_merged(model, Path(out), tokenizer)
+    else:
+        save_pretrained(model, Path(out), tokenizer=tokenizer)
     return Path(out)
