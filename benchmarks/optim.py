@@ -24,6 +24,7 @@ import torch
 from peers import machine
 from torch import nn
 
+from trainwright.core.allocator import keep_freed_memory
 from trainwright.core.params import NamedParam, named_params
 from trainwright.core.registry import build, methods
 from trainwright.optim.matrix import MATRICES
@@ -126,6 +127,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
 
+    keep_freed_memory()  # as every training run does
     torch.manual_seed(0)
     model = build("model", {"name": "decoder", "size": args.size}).build(args.vocab, 512)  # type: ignore[attr-defined]
     params = named_params(model)

@@ -67,7 +67,7 @@ def test_e_it_is_the_polar_factor(shape):
 def test_e_without_grad_norm_it_is_muon_without_momentum(monkeypatch):
     from trainwright.optim import muon
 
-    monkeypatch.setattr(muon, "newton_schulz", lambda g, *_: polar(g))
+    monkeypatch.setattr(muon, "newton_schulz", lambda g, *_, scale: polar(g) * scale)
     g = draw(12, 40)
     p, q = nn.Parameter(torch.zeros_like(g)), nn.Parameter(torch.zeros_like(g))
     p.grad, q.grad = g.clone(), g.clone()

@@ -130,8 +130,8 @@ def test_many_matrices_go_through_in_parts(monkeypatch):
 
     starts = _grads((5, 8, 6), 1, torch.float32)[0]
     results = []
-    for limit in (whole.BATCH_BYTES, 1):
-        monkeypatch.setattr(whole, "BATCH_BYTES", limit)
+    for limit in (whole.CPU_BATCH_BYTES, 1):
+        monkeypatch.setattr(whole, "CPU_BATCH_BYTES", limit)
         params = [nn.Parameter(s.clone()) for s in starts]
         optimizer = Muon(params, dtype=torch.float32)
         for p, g in zip(params, _grads((8, 6), 5, torch.float32, seed=3), strict=True):

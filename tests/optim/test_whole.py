@@ -115,7 +115,7 @@ def test_muon_of_four_ranks_is_muon(ranks):
 
 
 def test_rounds_bound_what_a_rank_holds(monkeypatch):
-    monkeypatch.setattr(whole, "BATCH_BYTES", 4 * 13 * 6 + 1)
+    monkeypatch.setattr(whole, "CPU_BATCH_BYTES", 4 * 13 * 6 + 1)
     calls = []
     map_whole(lambda s: calls.append(s.shape[0]) or s, draw([(13, 6)] * 3))
     assert calls == [1, 1, 1]

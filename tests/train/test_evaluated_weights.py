@@ -17,7 +17,9 @@ EVALUATED_ELSEWHERE = [m.name for m in methods("optimizer") if m.name == "schedu
 )
 def test_the_weights_that_were_validated(recipe, tmp_path, key, name):
     settings = {"every": 2} if key == "average" else {}
-    data = recipe(**{key: {"name": name, **settings}, "train.steps": 12, "checkpoint.every": 12, "schedule": "constant"})
+    data = recipe(
+        **{key: {"name": name, **settings}, "train.steps": 12, "checkpoint.every": 12, "schedule": "constant"}
+    )
     trainer = Trainer(RunConfig.load(data))
     summary = trainer.fit()
     run = summary["run_dir"]

@@ -35,23 +35,25 @@ def newton_schulz(
     eps: float = 1e-7,
     dtype: torch.dtype | None = None,
     coefficients: Sequence[float] = NS_COEFFICIENTS,
+    scale: float = 1.0,
 ) -> Tensor:
-    """About ``U V^T`` of ``g [..., m, n]``: singular values pushed towards 1 by ``steps`` rounds of a quintic.
+    """About ``scale U V^T`` of ``g [..., m, n]``: singular values pushed towards 1 by ``steps`` rounds of a quintic.
 
     Computed in ``dtype`` (None: that of ``g``); returned in it. Zero stays zero.
     """
     a, b, c = coefficients
     x = g.to(dtype) if dtype is not None else g
-    tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if tall else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
     flat = x.reshape(-1, *x.shape[-2:])
-    for _ in range(steps):
-        gram = flat @ flat.mT  # [n, m, m], m the shorter side
-        poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        flat = torch.baddbmm(flat, poly, flat, beta=a)
-    x = flat.reshape(x.shape)
-    return x.mT if tall else x
+    flat, add_product = (flat[0], torch.addmm) if flat.shape[0] == 1 else (flat, torch.baddbmm)
+    tall = x.shape[-2] > x.shape[-1]
+    for i in range(steps):
+        last = scale if i == steps - 1 else 1.0
+        gram = flat.mT @ flat if tall else flat @ flat.mT  # [n, m, m], m the shorter side
+        poly = add_product(gram, gram, gram, beta=b, alpha=c)
+        first, second = (flat, poly) if tall else (poly, flat)
+        flat = add_product(flat, first, second, beta=a * last, alpha=last)
+    return flat.reshape(x.shape)
 
 
 def update_scale(shape: Sequence[int], adjust: str) -> float:
@@ -119,8 +121,8 @@ class Muon(MatrixRule):
         dtype = self.dtype or (given if given == torch.float64 else iteration_dtype(directions[0].device))
 
         def function(stack: Tensor) -> Tensor:
-            updates = newton_schulz(stack, group["ns_steps"], group["eps"], dtype)
-            return updates * update_scale(stack.shape, group["adjust"])
+            scale = update_scale(stack.shape, group["adjust"])
+            return newton_schulz(stack, group["ns_steps"], group["eps"], dtype, scale=scale)
 
         narrow = dtype if dtype.itemsize < given.itemsize else given
         return map_whole(function, directions, splits=group["splits"], wire=narrow)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 BATCH_BYTES = 256 * 2**20  # of whole matrices on one rank at a time
+CPU_BATCH_BYTES = 2**20  # of a stack on a CPU: a larger product fills the cores by itself, and stacking only copies
 Function = Callable[..., Tensor]  # stacks [n, out, in], one per column -> a stack of the same shape
 
 
@@ -95,14 +96,14 @@ def split_dim(splits: Sequence[int]) -> int:
 
 
 def batches(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Indexes of tensors ``[n, out, in]`` whose matrices have one shape, dtype and device, at most BATCH_BYTES."""
+    """Indexes of tensors ``[n, out, in]`` of matrices of one shape, dtype and device, in stacks of bounded size."""
     open_: dict[tuple[torch.Size, torch.dtype, torch.device], list[int]] = {}
     size: dict[tuple[torch.Size, torch.dtype, torch.device], int] = {}
     found = []
     for i, t in enumerate(tensors):
         key = (t.shape[-2:], t.dtype, t.device)
         held = t.numel() * t.element_size()
-        if key in open_ and size[key] + held > BATCH_BYTES:
+        if key in open_ and size[key] + held > (CPU_BATCH_BYTES if t.device.type == "cpu" else BATCH_BYTES):
             found.append(open_.pop(key))
         if key not in open_:
             open_[key], size[key] = [], 0
