@@ -44,7 +44,7 @@ def test_tuning_and_references_of_a_claim(folder, fake_pool, tmp_path):
     tuning = [t for t in fake_pool if t.recipe["train"]["tokens"] == 1280]
     full = [t for t in fake_pool if t.recipe["train"]["tokens"] == 5120]
     # three points an arm; then two seeds of adamw (once for both arms that are equal), muon and the faster adamw
-    assert len(tuning) == 6 and len(full) == 6 and len(fake_pool) == 12
+    assert len(tuning) == 6 and len(full) == 6 and len(fake_pool) == 16
     assert all(t.probes == () for t in tuning) and all(t.probes == ("stable_rank",) for t in full)
     by_name = {a["name"]: a for a in result["arms"]}
     assert by_name["adamw"]["edge"] == "" and "widen" in by_name["muon"]["edge"]
@@ -107,7 +107,7 @@ def test_commands(folder, fake_pool, tmp_path, monkeypatch, capsys):
     assert cli(["claims", "run", "T001", *trials]) == 0
     said = capsys.readouterr()
     assert said.out.startswith("T001: contradicted") and "difference -0.199" in said.out
-    assert "[14/14]" in said.err and (tmp_path / "trials/pages/T001/compare.html").is_file()
+    assert "[18/18]" in said.err and (tmp_path / "trials/pages/T001/compare.html").is_file()
     count = len(fake_pool)
     assert cli(["claims", "run", "--all", *trials]) == 0 and len(fake_pool) == count, "what has a result is passed over"
     assert cli(["claims", "run", "muon", "--again", *trials]) == 0 and len(fake_pool) > count
