@@ -43,13 +43,14 @@ def test_tuning_and_references_of_a_claim(folder, fake_pool, tmp_path):
     assert chosen == {"adamw": 3e-3, "muon": 2e-2, "adamw faster": 3.75e-3, "adamw again": 3e-3}
     tuning = [t for t in fake_pool if t.recipe["train"]["tokens"] == 1280]
     full = [t for t in fake_pool if t.recipe["train"]["tokens"] == 5120]
-    # three points an arm; then two seeds of adamw (once for both arms that are equal), muon and the faster adamw
+    # three points an arm, then the better two for half of it
+    # two seeds of adamw (once for both arms that are equal), muon and the faster adamw
     assert len(tuning) == 6 and len(full) == 6 and len(fake_pool) == 16
     assert all(t.probes == () for t in tuning) and all(t.probes == ("stable_rank",) for t in full)
     by_name = {a["name"]: a for a in result["arms"]}
     assert by_name["adamw"]["edge"] == "" and "widen" in by_name["muon"]["edge"]
     assert any(note.startswith("muon: best rate at the edge") for note in result["notes"])
-    assert len(by_name["adamw"]["tuning"]) == len(by_name["muon"]["tuning"]) == 3
+    assert len(by_name["adamw"]["tuning"]) == len(by_name["muon"]["tuning"]) == 5
     assert by_name["adamw again"]["seeds"] == by_name["adamw"]["seeds"]
     assert by_name["adamw again"]["difference_to_baseline"] == 0
 
