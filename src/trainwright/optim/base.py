@@ -193,9 +193,12 @@ class UpdateRule(torch.optim.Optimizer):
             if parts:
                 self.start(group)
             for params in parts.values():
-                grads = [cast(Tensor, p.grad) for p in params]
-                self.apply(params, self.updates(params, grads, group), group)
+                self.step_part(params, [cast(Tensor, p.grad) for p in params], group)
         return loss
+
+    def step_part(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
+        """The step of parameters of one group and mesh; for rules that can write the weights with less than ``u``."""
+        self.apply(params, self.updates(params, grads, group), group)
 
     def state_of(self, params: Sequence[Tensor], key: str, dtype: torch.dtype | None = None) -> list[Tensor]:
         """The state tensor ``key`` of each parameter, of its shape and layout; zeros where there is none yet."""

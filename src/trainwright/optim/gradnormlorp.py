@@ -26,8 +26,8 @@ GaLore (lr 3e-5, rank at most r, scale 4, gap 500) and its magnitude to AdamW.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, cast
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 from pydantic import Field, PositiveInt
@@ -39,7 +39,6 @@ from trainwright.core.errors import ConfigError
 from trainwright.core.params import NamedParam
 from trainwright.core.registry import register
 from trainwright.optim import low_rank_inner
-from trainwright.optim.base import by_mesh
 from trainwright.optim.low_rank import LowRankRule, RefreshedConfig
 from trainwright.optim.whole import like
 
@@ -102,21 +101,11 @@ class GradNormLoRP(LowRankRule):
     def updates(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> NoReturn:
         raise NotImplementedError("the step is not linear in the rate, so that there is no update apart from it")
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            parts = by_mesh(p for p in group["params"] if p.grad is not None and p.numel())
-            if parts:
-                self.start(group)
-            for params in parts.values():
-                self._step(params, [cast(Tensor, p.grad) for p in params], group)
-        return loss
-
-    def _step(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
+    def step_part(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
+        some = [(p, g) for p, g in zip(params, grads, strict=True) if p.numel()]
+        if not some:
+            return
+        params, grads = [p for p, _ in some], [g for _, g in some]
         # Rows are columns of the transposed matrices that GPT-2 fuses.
         dim = -2 if group["splits"] and group["splits"][0] < 0 else -1
         weights = _wide(params)  # themselves, or copies of 16-bit ones

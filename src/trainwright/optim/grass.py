@@ -28,8 +28,8 @@ selected side, and nothing where they are of the other (low_rank_parts.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, cast
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, PositiveInt
@@ -38,7 +38,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from trainwright.core.params import NamedParam
 from trainwright.core.registry import register
-from trainwright.optim.base import by_mesh
 from trainwright.optim.low_rank import LowRankConfig, LowRankRule, _gradient, _laid_out
 from trainwright.optim.low_rank_parts import Part, local_of, parts_of, place, share_out, sum_over_ranks
 
@@ -152,30 +151,19 @@ class Grass(LowRankRule):
             seed=seed, more=more,
         )  # fmt: skip
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """The step of UpdateRule, which writes to the selected rows alone."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            by = by_mesh(p for p in group["params"] if p.grad is not None)
-            if by:
-                self.start(group)
-            for params in by.values():
-                parts, rows, inner = self._selected(params, [cast(Tensor, p.grad) for p in params], group)
-                self._decay(params, group)
-                rate = -group["lr"] * group["scale"]
-                gathered: dict[Tensor, dict[int, Tensor]] = {}
-                for i, (part, r, n) in enumerate(zip(parts, rows, inner, strict=True)):
-                    if part.way == "gathered":
-                        gathered.setdefault(part.param, {})[i] = _update(part, n, r)
-                    else:
-                        _add_rows(part, part.of(local_of(part.param)), n, r, rate)
-                for p, pieces in gathered.items():
-                    p.add_(_laid_out(p, [parts[i] for i in pieces], list(pieces.values())), alpha=rate)
-        return loss
+    def step_part(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
+        """As in UpdateRule, but writes to the selected rows alone."""
+        parts, rows, inner = self._selected(params, grads, group)
+        self._decay(params, group)
+        rate = -group["lr"] * group["scale"]
+        gathered: dict[Tensor, dict[int, Tensor]] = {}
+        for i, (part, r, n) in enumerate(zip(parts, rows, inner, strict=True)):
+            if part.way == "gathered":
+                gathered.setdefault(part.param, {})[i] = _update(part, n, r)
+            else:
+                _add_rows(part, part.of(local_of(part.param)), n, r, rate)
+        for p, pieces in gathered.items():
+            p.add_(_laid_out(p, [parts[i] for i in pieces], list(pieces.values())), alpha=rate)
 
     def directions(
         self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]

@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor, Placement
 from trainwright.core.errors import ConfigError
 from trainwright.core.params import NamedParam
 from trainwright.optim import low_rank_inner
-from trainwright.optim.base import by_mesh
 from trainwright.optim.low_rank_parts import (
     Part,
     leading_directions,
@@ -154,21 +153,10 @@ class LowRankRule(MatrixRule):
         torch._foreach_mul_(updates, factors)
         return updates
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """The step of UpdateRule with the factors in the rate: one pass less over the weights."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            parts = by_mesh(p for p in group["params"] if p.grad is not None)
-            if parts:
-                self.start(group)
-            for params in parts.values():
-                updates, factors = self.directions(params, [cast(Tensor, p.grad) for p in params], group)
-                self.apply_scaled(params, updates, factors, group)
-        return loss
+    def step_part(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
+        """As in UpdateRule, with the factors in the rate: one pass less over the weights."""
+        updates, factors = self.directions(params, grads, group)
+        self.apply_scaled(params, updates, factors, group)
 
     def apply_scaled(
         self, params: list[Tensor], updates: list[Tensor], factors: list[float], group: dict[str, Any]
