@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainwright.core.errors import ConfigError
 from trainwright.core.registry import build
+from trainwright.optim.base import reported
 from trainwright.optim.grass import Grass, carried, from_digits, select_rows, to_digits
 from trainwright.optim.grass_linear import GrassLinear
 from trainwright.optim.low_rank_parts import parts_of
@@ -321,6 +322,7 @@ def test_coverage():
         p.grad[i] = 1.0
         optimizer.step()
     assert float(optimizer.coverage()) == 0.5
+    assert reported(optimizer) == {"grass_coverage": 0.5}
 
 
 def test_where_rows_were():

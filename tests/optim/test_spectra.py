@@ -76,20 +76,21 @@ def test_accuracy_on_sign_matrices():
     wide, square = signs(128, 512), signs(128, 128)
     assert relative(soft_clip(wide, 5.0), by_svd(wide, 5.0)) < 1e-5
     assert relative(soft_clip(wide, 5.0, dtype=torch.bfloat16), by_svd(wide, 5.0)) < 1e-2
-    assert 1e-3 < relative(soft_clip(square, 1.0), by_svd(square, 1.0)) < 5e-3
-    assert relative(soft_clip(square, 1.0, steps=16), by_svd(square, 1.0)) < 1e-5
+    assert relative(soft_clip(square, 1.0), by_svd(square, 1.0)) < 1e-3  # the unstretched one: 3e-3 after 10 rounds
+    assert relative(soft_clip(square, 1.0, steps=8), by_svd(square, 1.0)) < 1e-5
+    assert relative(soft_clip(square, 1.0, steps=8, dtype=torch.bfloat16), by_svd(square, 1.0)) < 5e-2
 
 
-@pytest.mark.parametrize("c, warns", [(1.0, True), (5.0, False)])
+@pytest.mark.parametrize("c, warns", [(0.25, True), (1.0, False)])
 def test_warns_once_when_the_iteration_is_too_short(c, warns, caplog):
-    """(c): 128 x 128 signs have a norm of 22 c, and 10 rounds leave an error of 0.3 %."""
+    """(c): 128 x 128 signs have a norm of 22, at which 6 rounds leave an error of 0.05 %."""
     p = nn.Parameter(torch.zeros(128, 128))
     optimizer = Spectra(Lion([p]), c=c)
     with caplog.at_level(logging.WARNING, "trainwright"):
         for i in range(4):
             p.grad = randn(128, 128, seed=i)
             optimizer.step()
-    assert [("set ns_steps=11" in r.getMessage()) for r in caplog.records] == ([True] if warns else [])
+    assert [("set ns_steps=8" in r.getMessage()) for r in caplog.records] == ([True] if warns else [])
 
 
 @pytest.mark.parametrize("length", [1e-3, 2.0, 5.0, 400.0])

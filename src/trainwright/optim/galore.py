@@ -15,8 +15,8 @@ Where we differ:
   refused, where the code silently takes less.
 - Moments stay as they are when the subspace is renewed, as in the paper and its code.
 - Projections are tensors in the state, and SVDs of sharded matrices are shared out over the ranks.
-- The layerwise mode (stepping within the backward pass, which frees each gradient at once) is not here: it needs the
-  loop's help, and excludes clipping by the global norm and accumulation. Peak memory therefore still has all gradients.
+- The per-layer mode is not the optimizer's but the loop's, for any optimizer: ``memory: [{name: fused_backward}]``
+  (memory/fused_backward.py). Without it peak memory has all gradients.
 - Adafactor in the subspace is not here; adam_8bit, lion and sgd are.
 """
 

@@ -216,6 +216,9 @@ class Grass(LowRankRule):
         seen = [local_of(v).float() for s in self.state.values() for k, v in s.items() if k.startswith("seen")]
         return torch.cat([s.flatten() for s in seen]).mean() if seen else torch.zeros(())
 
+    def metrics(self) -> dict[str, Tensor]:
+        return {"grass_coverage": self.coverage()}
+
     # --- decay of selected rows alone ---
 
     def apply(self, params: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from trainwright.core.batch import Batch
 from trainwright.core.distributed import all_reduce_sum, max_over_ranks
+from trainwright.memory.fused_backward import FusedBackward
 from trainwright.objectives.base import Objective
 from trainwright.parallel.apply import Parallelized
 
@@ -39,11 +40,18 @@ class AutogradExecutor:
     budget  positions of a micro-batch: rows are grouped by length and trimmed (data/odb_rows.py). The batch then has to
             lie on the CPU, since shapes depend on its weights. None: ``micro_batch_size`` rows, as they are
     device  where micro-batches go
+    fused   steps the parameters within the backward pass, which then has to be one
     """
 
     def __init__(
-        self, micro_batch_size: int, precision: Any, budget: int | None = None, device: torch.device | None = None
+        self,
+        micro_batch_size: int,
+        precision: Any,
+        budget: int | None = None,
+        device: torch.device | None = None,
+        fused: FusedBackward | None = None,
     ):
+        self.fused = fused
         self.micro_batch_size, self.precision = micro_batch_size, precision
         self.budget, self.device = budget, device
 
@@ -71,7 +79,8 @@ class AutogradExecutor:
             with sync:
                 with self.precision.autocast():
                     loss = objective(parallel.module, micro)  # type: ignore[arg-type]
-                self.precision.backward(loss.sum * inverse)
+                with self.fused.step() if self.fused is not None else nullcontext():
+                    self.precision.backward(loss.sum * inverse)
             loss_sum += loss.sum.detach()
             positions += micro.tokens.numel()
             for name, value in loss.metrics.items():

@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,6 +22,7 @@ from trainwright.core.errors import ConfigError, Interrupted, StoppedByMonitor
 from trainwright.core.params import named_params
 from trainwright.core.registry import build as build_method
 from trainwright.core.seeds import derive, rng_state, seed_everything, set_rng_state
+from trainwright.memory.fused_backward import FusedBackward, FusedBackwardConfig, fused_backward
 from trainwright.optim.base import reported, swapped_for_evaluation
 from trainwright.optim.state import allocate_named_state, load_named_state, named_state, optimizer_state_bytes
 from trainwright.resilience.base import StepInfo
@@ -96,8 +97,9 @@ class Trainer:
             raise ConfigError("the model has no trainable parameter; unfreeze some", key="model")
 
         self.objective = config.objective.build()
+        fused = fused_backward(config.memory)
         with _naming("optimizer"):
-            self.optimizer = config.optimizer.build(self.params)
+            self.optimizer = (config.optimizer.build_rule if fused else config.optimizer.build)(self.params)
         for group in self.optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
         self.total_steps = self._total_steps()
@@ -106,7 +108,8 @@ class Trainer:
         self.average = config.average.build(self.params) if config.average else None
         micro = self._micro_batch_size()
         budget = micro * config.train.seq_len if config.data.batcher.regroups else None
-        self.executor = AutogradExecutor(micro, self.precision, budget, self.device)
+        self.fused_backward = self._fused_backward(fused, micro, budget) if fused else None
+        self.executor = AutogradExecutor(micro, self.precision, budget, self.device, self.fused_backward)
         self.monitors = [(m.name, m.build()) for m in config.monitors]
         self.policy = self._build_policy()
         self.progress = Progress()
@@ -147,6 +150,25 @@ class Trainer:
         config = self.config.train
         local = math.ceil(self.rows / self.mesh.dp_size)
         return min(config.micro_batch_size or max(1, 8192 // config.seq_len), local)
+
+    def _fused_backward(self, method: FusedBackwardConfig, micro: int, budget: int | None) -> FusedBackward:
+        """Refuses what needs all gradients before the first step."""
+        if self.mesh.world_size > 1:
+            raise ConfigError(
+                f"fused_backward steps before {self.mesh.world_size} ranks could add their gradients up; train in one "
+                "process, or leave it out (dp_shard divides the gradients over the ranks)",
+                key="memory",
+            )
+        if self.rows > micro or budget is not None:
+            raise ConfigError(
+                f"fused_backward takes the whole batch at once, and this is {micro} of {self.rows} rows: set "
+                f"train.micro_batch_size={self.rows} or lower train.global_batch_tokens, and use a batcher other than "
+                "odb",
+                key="memory",
+            )
+        if self.precision.scaler is not None:
+            raise ConfigError("fused_backward cannot undo the scale of float16 gradients; use bf16", key="memory")
+        return method.build(self.optimizer)
 
     def _total_steps(self) -> int:
         train = self.config.train
@@ -350,9 +372,11 @@ class Trainer:
         if self.executor.budget is None:
             batch = batch.to(self.device)
         t1 = time.perf_counter()
+        if self.fused_backward is not None:
+            self._set_lr()  # the steps are taken within
         result = self.executor.run(self.parallel, self.objective, batch)
         self.precision.unscale(self.optimizer)
-        grad_norm = self.clip(self._tensors)
+        grad_norm = self.clip(self._tensors) if self.fused_backward is None else self.fused_backward.grad_norm()
         t2 = time.perf_counter()
 
         # One read of the device a step: the verdict has to come before the update.
@@ -373,6 +397,9 @@ class Trainer:
             verdict = Decision()  # an overflow: the scaler itself skips the update and lowers its scale
         else:
             verdict = self.policy.decide(info.step, [(name, m.inspect(info)) for name, m in self.monitors])
+            if verdict.action == "skip" and self.fused_backward is not None:
+                reason = f"{verdict.reason}; fused_backward has stepped already"
+                verdict = replace(verdict, action="stop", reason=reason)
         t3 = time.perf_counter()
         lr = self._set_lr()
         if verdict.action != "ok":
