@@ -22,6 +22,13 @@ from peers import machine
 PARTS = {
     "batching": "data_batching",
     "dedup": "data_dedup",
+    "loader": "data_loader",
+    "tokenizing": "data_tokenizing",
+    "decomposition": "data_decomposition",
+    "metadata": "data_metadata",
+    "salt": "data_salt",
+    "splice": "data_splice",
+    "quality": "data_quality",
 }
 
 

@@ -11,6 +11,7 @@ from trainwright.core.errors import ConfigError, DataError
 from trainwright.data.build.cleaning import Lengths, NormalizeUnicode
 from trainwright.data.build.documents import Document
 from trainwright.data.build.formats import Inputs, open_reader
+from trainwright.data.build.governance.manifest import Manifest
 from trainwright.data.build.pipeline import chain, run_pipeline
 from trainwright.data.build.scrubbing import ScrubPersonal
 from trainwright.data.build.stage import CHUNK_DOCUMENTS, DocumentStage, Stage, parallel_map
@@ -191,6 +192,7 @@ def test_every_stage_has_a_name_and_fits_the_protocol():
     pytest.importorskip("ftfy")
     pytest.importorskip("py3langid")
     needs = {"licences": {"allowed": ["cc0"]}, "where": {"condition": "n > 1"}, "repeated_lines": {"width": 16}}
+    needs |= {"ocr_correct": {"corrector": "textwrap:dedent"}, "taken_out": {"manifest": Manifest.of([])}}
     for name in STAGES:
         (stage,) = make_stages([{name: needs.get(name, {})}])
         assert isinstance(stage, Stage) and stage.name == name == stage.statistics.name

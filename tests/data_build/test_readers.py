@@ -73,7 +73,7 @@ def test_parquet_and_hf_folders(tmp_path):
     with pytest.raises(DataError, match="no column 'body'; its columns: text, id"):
         list(open_reader(tmp_path / "a.parquet", text_key="body"))
     (tmp_path / "bad.parquet").write_bytes(b"no parquet")
-    with pytest.raises(DataError, match=r"bad\.parquet: cannot be read as parquet"):
+    with pytest.raises(DataError, match=r"bad\.parquet: damaged or cut short, or not a parquet file"):
         list(open_reader(tmp_path / "bad.parquet"))
     datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
     saved = open_reader(tmp_path / "saved")

@@ -30,7 +30,7 @@ def test_each_id_once_for_workers_and_ranks(num_workers, world_size):
         assert Counter(seen) == Counter((d, p) for d in range(8) for p in range(4))
 
 
-@pytest.mark.parametrize("batcher", [m.name for m in methods("batcher")])
+@pytest.mark.parametrize("batcher", [m.name for m in methods("batcher") if m.config.keeps_all])
 def test_an_item_is_a_row_of_tensors_and_collates_to_a_batch(batcher):
     dataset = numbered([3, 9, 1, 6])
     rows = RowDataset(dataset, 5, PAD, build("batcher", batcher))

@@ -143,7 +143,7 @@ def test_bad_rows(tmp_path, line, message):
     data = GOOD + "\n" + line + "\n" + GOOD
     with pytest.raises(DataError, match=message):
         docs(jsonl_source(tmp_path, data))
-    source = jsonl_source(tmp_path, data, skip_bad_rows=True)
+    source = jsonl_source(tmp_path, data, skip_bad_rows=True, max_bad_rows=0.5)
     assert [d.id for d in docs(source, fraction=0.0)] == ["a.jsonl:1", "a.jsonl:4"]
     assert source.bad_rows == 1
 
@@ -179,12 +179,13 @@ def test_parquet_errors(tmp_path):
         docs(build({"name": "parquet", "path": path, "text_key": "n"}))
     with pytest.raises(DataError, match="row 1: field 'body' is null"):
         docs(build({"name": "parquet", "path": path, "text_key": "body"}))
-    source = build({"name": "parquet", "path": path, "text_key": "body", "meta_keys": ["n"], "skip_bad_rows": True})
+    source = build({"name": "parquet", "path": path, "text_key": "body", "meta_keys": ["n"], "skip_bad_rows": True,
+                    "max_bad_rows": 0.5})  # fmt: skip
     assert [(d.text, d.id, d.meta) for d in docs(source, fraction=0.0)] == [("x", "a.parquet:0", {"n": 1})]
     data = path.read_bytes()
     for damaged in (data[: len(data) // 2], b"no parquet", b""):
         path.write_bytes(damaged)
-        with pytest.raises(DataError, match=r"a\.parquet: damaged, or not a parquet file"):
+        with pytest.raises(DataError, match=r"a\.parquet: damaged or cut short, or not a parquet file"):
             docs(build({"name": "parquet", "path": path}))
 
 

@@ -55,7 +55,21 @@ def make_chat(folder):
     return {"name": "chat", "path": str(folder)}
 
 
-MAKERS = {"text": make_text, "jsonl": make_jsonl, "parquet": make_parquet, "hf": make_hf, "chat": make_chat}
+def make_panda(folder):
+    folder.mkdir()
+    rows = [json.dumps({"inputs": f"question {i}", "targets": t}) for i, t in enumerate(TEXTS)]
+    (folder / "all.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return {"name": "panda_llm", "path": str(folder)}
+
+
+MAKERS = {
+    "text": make_text,
+    "jsonl": make_jsonl,
+    "parquet": make_parquet,
+    "hf": make_hf,
+    "chat": make_chat,
+    "panda_llm": make_panda,
+}
 SOURCES = [m.name for m in registry.methods("source")]
 
 
@@ -248,7 +262,7 @@ def test_unreadable_file(tmp_path):
 # --- validation
 
 
-@pytest.mark.parametrize("kind", sorted(set(MAKERS) - {"chat"}))  # it holds out a whole conversation
+@pytest.mark.parametrize("kind", sorted(set(MAKERS) - {"chat", "panda_llm"}))  # these hold out a whole row
 def test_small_corpora_hold_out_something(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "TEXTS", TEXTS[:3])
     spec = MAKERS[kind](tmp_path / "data")

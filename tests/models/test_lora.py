@@ -452,7 +452,7 @@ def test_sharded_over_two_processes(tmp_path):
                 torch.testing.assert_close(grads[n], grad, rtol=1e-4, atol=1e-6, msg=n)
 
 
-def test_with_recomputed_activations_and_compiled(recipe):
+def test_with_recomputed_activations_and_in_16_bits(recipe):
     """Frozen embeddings give activation checkpointing inputs without gradient; the losses stay as they are."""
     runs = {}
     for name, more in {
@@ -467,3 +467,29 @@ def test_with_recomputed_activations_and_compiled(recipe):
     assert losses["checkpointed"] == pytest.approx(losses["plain"], rel=1e-6)
     assert losses["bf16"] == pytest.approx(losses["plain"], rel=0.01)
     assert losses["plain"][-1] < losses["plain"][0]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dora", [False, True])
+def test_compiled_blocks_with_adapters_train_as_eager_ones(recipe, monkeypatch, backend, dora):
+    """``train.compile``, with the compiler's own backend (slow) and with one that only traces."""
+    compiled = []
+
+    def compile(module):
+        compiled.append(module)
+        module._compiled_call_impl = torch.compile(module._call_impl, backend=backend)
+
+    monkeypatch.setattr(nn.Module, "compile", compile)
+    losses = {}
+    for name in ("eager", "compiled"):
+        rows = []
+        data = recipe(
+            transforms=[{"name": "lora", "dora": dora}],
+            **{"run.name": name, "train.steps": 3, "train.compile": name == "compiled"},
+        )
+        trainer = Trainer(RunConfig.load(data))
+        assert compiled == ([] if name == "eager" else list(trainer.model.blocks))
+        trainer.fit(on_step=rows.append)
+        losses[name] = [r["loss"] for r in rows]
+    assert losses["compiled"] == pytest.approx(losses["eager"], rel=1e-5)
+    assert losses["eager"][-1] < losses["eager"][0]

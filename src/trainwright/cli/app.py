@@ -7,7 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
+from trainwright.cli import data_quality_app  # noqa: F401 - its commands enter data_app
 from trainwright.cli.data_app import data_app
+from trainwright.cli.delta_app import delta_app
+from trainwright.cli.plan_app import plan_app
 
 app = typer.Typer(
     name="trainwright",
@@ -22,6 +25,8 @@ app.add_typer(config_app, name="config")
 claims_app = typer.Typer(help="Published claims, held against small experiments.", no_args_is_help=True)
 app.add_typer(claims_app, name="claims")
 app.add_typer(data_app, name="data")
+app.add_typer(plan_app, name="plan")
+app.add_typer(delta_app, name="delta")
 tokenizer_app = typer.Typer(help="Train, study and compare tokenizers.", no_args_is_help=True)
 app.add_typer(tokenizer_app, name="tokenizer")
 
@@ -176,6 +181,12 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends the answer; may be given several times.")
     ] = None,
+    context: Annotated[
+        str | None, typer.Option(metavar="URL", help="Metadata to write by, of a model trained with data.metadata.")
+    ] = None,
+    guidance: Annotated[
+        float | None, typer.Option(help="Strength of the context: 0 none, 1 as trained; default 1.5.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the draws.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: the run's.")] = None,
     live: Live = False,
@@ -190,7 +201,10 @@ def generate(
         "stop": stop or [],
     }
     settings |= {k: v for k, v in (("top_k", top_k), ("top_p", top_p)) if v is not None}
-    command.run(run, checkpoint, device, settings, prompt=prompt, chat=chat, system=system, live=live)
+    command.run(
+        run, checkpoint, device, settings, prompt=prompt, chat=chat, system=system, live=live,
+        context=context, guidance=guidance,
+    )  # fmt: skip
 
 
 @app.command()

@@ -21,6 +21,7 @@ def build(
     reading: dict[str, Any] | None = None,
     writing: dict[str, Any] | None = None,
     work_dir: Path | None = None,
+    ray: str | None = None,
     json: bool = False,
 ) -> dict[str, Any]:
     """Inputs through the stages of a YAML file, those of ``stage`` (``name:key=value,...``), or the usual ones."""
@@ -29,7 +30,7 @@ def build(
     if stages is not None and stage:
         raise ConfigError("give the stages in a file or one by one, not both", key="--stage", value=list(stage))
     spec: Sequence[Any] = read_stages(stages) if stages else [parse_stage(s) for s in stage] or DEFAULT_STAGES
-    return run(inputs, out, spec, workers, reading or {}, writing or {}, work_dir, json)
+    return run(inputs, out, spec, workers, reading or {}, writing or {}, work_dir, json, ray)
 
 
 def filter(
@@ -42,6 +43,9 @@ def filter(
     max_chars: int | None = None,
     licence: Sequence[str] = (),
     where: Sequence[str] = (),
+    stage: Sequence[str] = (),
+    scorer: str | None = None,
+    threshold: float | None = None,
     workers: int = 0,
     reading: dict[str, Any] | None = None,
     writing: dict[str, Any] | None = None,
@@ -55,8 +59,15 @@ def filter(
         spec.append({"lengths": {"least": min_chars or 0, "most": max_chars}})
     if language:
         spec.append({"language": {"keep": list(language), "least_score": least_score}})
+    if scorer is not None:
+        spec.append({"quality": {"model": scorer, "threshold": threshold}})
+    elif threshold is not None:
+        raise ConfigError("is of a scorer's scores; give --scorer too", key="--threshold", value=threshold)
+    spec += [parse_stage(s) for s in stage]
     if not spec:
-        raise ConfigError("nothing to filter by; give --where, --licence, --language, --min-chars or --max-chars")
+        raise ConfigError(
+            "nothing to filter by; give --where, --licence, --language, --min-chars, --max-chars, --scorer or --stage"
+        )
     return run(inputs, out, spec, workers, reading or {}, writing or {}, None, json)
 
 
@@ -90,6 +101,7 @@ def run(
     writing: dict[str, Any],
     work_dir: Path | None,
     json: bool,
+    ray: str | None = None,
 ) -> dict[str, Any]:
     """A pipeline by names, with progress; prints its table and writes statistics and page beside the shards."""
     from trainwright.cli.data_page import write_samples
@@ -103,18 +115,29 @@ def run(
     settings = {"inputs": list(inputs), "stages": list(spec)}
     writer = Writer(out, **writing)
     with _Bar() as bar:
-        found = run_pipeline(stages, documents, writer, workers=workers, settings=settings, watch=bar)
+        if ray is None:
+            found = run_pipeline(stages, documents, writer, workers=workers, settings=settings, watch=bar, resume=True)
+        else:
+            from trainwright.data.build.ray_jobs import run_on_ray
+
+            address = None if ray == "local" else ray
+            found = run_on_ray(
+                stages, documents, writer, address=address, work_dir=work_dir, settings=settings, watch=bar
+            )
+    idle = found.pop("operators_run", None) == 0
     page = write_samples(found, out)
     if json:
         print_json({k: v for k, v in found.items() if k != "stages"} | {"stages": [_brief(s) for s in found["stages"]]})
     else:
         show(found)
         print(f"{out}: {found['documents']:,} documents in {len(found['files'])} files\n{page}")
+        if idle:
+            print("inputs, stages and settings are those of the corpus that is there: nothing was done")
     return found
 
 
 def open_inputs(inputs: Sequence[str], reading: dict[str, Any]) -> Any:
-    """Readers by the options of the command: format, text_key, encodings, on_bad, max_bad, split, lines."""
+    """Readers by the options of the command: format, text_key, encodings, on_bad, max_bad, split, lines, licence."""
     from trainwright.data.build.bad_rows import BadRows
     from trainwright.data.build.formats import Inputs
 

@@ -31,8 +31,20 @@ MaxBad = Annotated[
 Format = Annotated[str, typer.Option("--format", help="jsonl, parquet, hf, warc or text.")]
 Compression = Annotated[str, typer.Option(help="none, gz or zst.")]
 ShardSize = Annotated[int, typer.Option(min=1, metavar="MIB", help="Text in one file, in MiB.")]
+GivenLicence = Annotated[
+    str | None, typer.Option("--licence", help="Licence of documents that name none, such as MIT.")
+]
 WorkDir = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Where indices lie meanwhile; default: the system's.")
+]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="ADDRESS",
+        help="Run as Ray Data jobs, with the same result: local, auto (the cluster that this machine is in) or its "
+        "address; needs the extra cluster.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -68,6 +80,7 @@ def build(
     stage: Annotated[
         list[str] | None, typer.Option(metavar="NAME[:KEY=VALUE,...]", help="One stage; may be given several times.")
     ] = None,
+    licence: GivenLicence = None,
     workers: Workers = 0,
     input_format: InputFormat = None,
     text_key: TextKey = "text",
@@ -80,15 +93,19 @@ def build(
     compression: Compression = "none",
     shard_size: ShardSize = 512,
     work_dir: WorkDir = None,
+    ray: Ray = None,
     json: Json = False,
 ) -> None:
-    """Send documents through stages of cleaning; without any: unique ids, Unicode, lengths, exact and near copies."""
+    """Send documents through stages of cleaning; without any: unique ids, Unicode, lengths, exact and near copies.
+
+    A build that was killed goes on by the same command; one whose inputs and stages have not changed does nothing.
+    """
     from trainwright.cli import data as command
 
-    reading = _reading(input_format, text_key, split, lines, encodings, on_bad=on_bad, max_bad=max_bad)
+    reading = _reading(input_format, text_key, split, lines, encodings, on_bad=on_bad, max_bad=max_bad, licence=licence)
     command.build(
         inputs, out, stages, stage=stage or [], workers=workers, reading=reading,
-        writing=_writing(format, compression, shard_size), work_dir=work_dir, json=json,
+        writing=_writing(format, compression, shard_size), work_dir=work_dir, ray=ray, json=json,
     )  # fmt: skip
 
 
@@ -156,6 +173,16 @@ def filter(
         int | None, typer.Option(help="Least characters, white space and punctuation not counted.")
     ] = None,
     max_chars: Annotated[int | None, typer.Option(help="Most characters.")] = None,
+    stage: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME[:KEY=VALUE,...]", help="A stage that judges, such as verify_code:tau=0.8; last."),
+    ] = None,
+    scorer: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Quality model: a folder, a fastText file or module:function.")
+    ] = None,
+    threshold: Annotated[
+        float | None, typer.Option(help="Score to pass; default: above 0.5 for probabilities, 3 on other scales.")
+    ] = None,
     workers: Workers = 0,
     input_format: InputFormat = None,
     text_key: TextKey = "text",
@@ -175,7 +202,8 @@ def filter(
     reading = _reading(input_format, text_key, split, lines, encodings, on_bad=on_bad, max_bad=max_bad)
     command.filter(
         inputs, out, language=language or [], least_score=least_score, min_chars=min_chars, max_chars=max_chars,
-        licence=licence or [], where=where or [], workers=workers, reading=reading,
+        licence=licence or [], where=where or [], stage=stage or [], scorer=scorer, threshold=threshold,
+        workers=workers, reading=reading,
         writing=_writing(format, compression, shard_size), json=json,
     )  # fmt: skip
 
@@ -197,3 +225,96 @@ def inspect(
 
     reading = _reading(input_format, text_key, split, lines, encodings)
     command.inspect(inputs, page, limit=limit, reading=reading, json=json)
+
+
+@data_app.command("mix")
+def mix(
+    inputs: Annotated[
+        list[str], typer.Argument(metavar="NAME=INPUT", help="Files, globs or folders; NAME is used by --weight.")
+    ],
+    out: Out,
+    weight: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=W", help="Share of a source, relative to the others'.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(metavar="T", help="Shares by size^(1/T): 1 natural, large equal. Default 1.")
+    ] = None,
+    total: Annotated[
+        str | None, typer.Option(metavar="N", help="Budget, such as 20M; default: all that fits without a repeat.")
+    ] = None,
+    unit: Annotated[str, typer.Option(help="What shares and budget count: bytes, characters, documents, tokens.")] = (
+        "bytes"
+    ),
+    tokenizer: Annotated[Path | None, typer.Option(metavar="DIR", help="Tokenizer, for --unit tokens.")] = None,
+    repeat: Annotated[float, typer.Option(help="How often a source may be gone through.")] = 1.0,
+    holdout: Annotated[
+        float, typer.Option(help="Share of the documents to write into DIR/validation; DIR/train holds the rest.")
+    ] = 0.0,
+    decontaminate: Annotated[
+        list[str] | None, typer.Option(metavar="INPUT", help="Texts that no document may share words with.")
+    ] = None,
+    ngram: Annotated[int, typer.Option(min=1, help="How many words in a row count as shared.")] = 13,
+    shuffle: Annotated[bool, typer.Option(help="Shuffle the documents.")] = True,
+    seed: Annotated[int, typer.Option(help="Of the order and of what is held out.")] = 0,
+    input_format: InputFormat = None,
+    text_key: TextKey = "text",
+    split: Split = None,
+    lines: Lines = False,
+    encodings: Encodings = "utf-8",
+    on_bad: OnBad = "refuse",
+    max_bad: MaxBad = 0.01,
+    format: Format = "jsonl",
+    compression: Compression = "none",
+    shard_size: ShardSize = 512,
+    work_dir: WorkDir = None,
+    json: Json = False,
+) -> None:
+    """Mix corpora by weight or temperature into one, within a budget, shuffled, with a part held out."""
+    from trainwright.cli import data_mix as command
+
+    reading = _reading(input_format, text_key, split, lines, encodings, on_bad=on_bad, max_bad=max_bad)
+    command.mix(
+        inputs, out, weights=weight or [], temperature=temperature, total=total, unit=unit, tokenizer=tokenizer,
+        repeat=repeat, holdout=holdout, contaminants=decontaminate or [], ngram=ngram, shuffle=shuffle, seed=seed,
+        work_dir=work_dir, reading=reading, writing=_writing(format, compression, shard_size), json=json,
+    )  # fmt: skip
+
+
+@data_app.command("card")
+def card(
+    target: Annotated[
+        list[str], typer.Argument(metavar="RECIPE|CORPUS", help="A recipe (.yaml) with overrides, or a folder or file.")
+    ],
+    allow: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Licences that may be in it; others are refused (exit code 2).")
+    ] = None,
+    attribution: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write who wants to be named, a line a document.")
+    ] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Check every file against its hash.")] = False,
+    json: Json = False,
+) -> None:
+    """What a corpus or a recipe's data is made of: sources, licences, languages, what was done to it."""
+    from trainwright.cli import data_card as command
+
+    names = None if allow is None else _split(allow)
+    command.card(target[0], names, overrides=target[1:], attribution=attribution, verify=verify, json=json)
+
+
+@data_app.command("score")
+def score(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="Recipe whose data is scored.")
+    ] = None,
+    teacher: Annotated[
+        str, typer.Option(metavar="RUN", help="Run or Hugging Face folder of an early, small model.")
+    ] = ...,  # type: ignore[assignment]
+    out: Annotated[Path, typer.Option(metavar="FILE", help="File of scores, for data.first_stage.scores.")] = ...,  # type: ignore[assignment]
+    checkpoint: Annotated[str, typer.Option(help="Of a run: latest, best or a step.")] = "latest",
+    top_k: Annotated[int, typer.Option(min=1, help="A token is learnable that is among this many likeliest.")] = 10,
+    json: Json = False,
+) -> None:
+    """Score documents by what a small model finds hard and yet learnable (SALT-DS), for the first stage of a run."""
+    from trainwright.cli import data_score as command
+
+    command.score(arguments or [], teacher, checkpoint, out, top_k=top_k, json=json)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from trainwright.data.build.composition import read_manifest
 from trainwright.train.page import escape, page, places, write_page
 
 PAGE = "samples.html"
@@ -17,14 +18,23 @@ def samples_page(found: dict[str, Any], title: str) -> str:
     charts = [_chart(stages)] if any(s["dropped"] for s in stages) else []
     parts.append(places(charts))
     parts.append(_table(stages))
+    if found.get("mixture"):
+        parts.append(_mixture(found["mixture"]))
     if found.get("sources"):
         parts.append(_sources(found["sources"]))
+    if found.get("composition"):
+        parts.append(_composition(found["composition"]))
     for number, stage in enumerate(stages):
         parts.append(_stage(number, stage))
     return page(title, parts, charts)
 
 
 def write_samples(found: dict[str, Any], folder: Path, title: str | None = None) -> Path:
+    if "composition" not in found:
+        for place in (folder, folder / "train"):
+            manifest = read_manifest(place)
+            if manifest is not None:
+                found = {**found, "composition": manifest["total"]}
     return write_page(folder / PAGE, samples_page(found, title or f"Corpus {folder.name}"))
 
 
@@ -74,6 +84,30 @@ def _sources(sources: dict[str, dict[str, int]]) -> str:
         for name, s in sources.items()
     ]
     return "<h2>Sources of what was kept</h2>" + _rows(("source", "documents", "characters", "share"), rows)
+
+
+def _mixture(mixture: dict[str, Any]) -> str:
+    unit = mixture["unit"]
+    rows = [
+        f"<tr><td>{escape(name)}</td><td>{s['fraction']:.2%}</td><td>{s['given']:,}</td><td>{s['available']:,}</td>"
+        f"<td>{s['epochs']:.2f}</td></tr>"
+        for name, s in mixture["sources"].items()
+    ]
+    return "<h2>Mixture</h2>" + _rows(
+        ("source", "share", f"{unit} given", f"{unit} it has", "times gone through"), rows
+    )
+
+
+def _composition(total: dict[str, Any]) -> str:
+    """Licences and languages of what was kept. The licences are what the documents say: a signal, not legal advice."""
+    parts = []
+    for kind, title in (("licence", "Licences of what was kept"), ("language", "Languages of what was kept")):
+        rows = [
+            f"<tr><td>{escape(name)}</td><td>{c['documents']:,}</td><td>{c['bytes']:,}</td></tr>"
+            for name, c in sorted(total[kind].items(), key=lambda item: -item[1]["bytes"])
+        ]
+        parts.append(f"<h2>{title}</h2>" + _rows((kind, "documents", "bytes"), rows))
+    return "".join(parts)
 
 
 def _rows(heads: tuple[str, ...], rows: list[str]) -> str:

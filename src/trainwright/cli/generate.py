@@ -20,12 +20,18 @@ def run(
     chat: bool,
     system: str | None,
     live: bool = False,
+    context: str | None = None,
+    guidance: float | None = None,
 ) -> None:
     """Continue ``prompt`` (or what comes from a pipe), or chat."""
     if prompt is not None and chat and not prompt.strip():
         raise InputError("--prompt is empty; leave it out to type the messages")
     if system is not None and not chat:
         raise InputError("--system belongs to a chat; add --chat")
+    if guidance is not None and context is None:
+        raise InputError("--guidance is between a text with context and without; give --context")
+    if context is not None and chat:
+        raise InputError("--context belongs to a text to continue, not to --chat")
     if prompt is None and not chat:
         if sys.stdin.isatty():
             raise InputError("nothing to continue; give a text by --prompt or through a pipe, or --chat")
@@ -34,6 +40,8 @@ def run(
     from trainwright.train.runs import open_model
 
     model, tokenizer = open_model(path, checkpoint, device, live)
+    if context is not None:
+        settings = settings | {"context": _context(path, context, guidance)}
     if not chat:
         write(prompt or "")
         for piece in stream(model, tokenizer, prompt or "", **settings):
@@ -55,6 +63,17 @@ def run(
         return input("> " if sys.stdin.isatty() else "")
 
     converse(tokenizer, answer, read, write, system)
+
+
+def _context(path: Path, text: str, guidance: float | None) -> Any:
+    """The context as the run was trained with it; as by default where that is not known (a Hugging Face folder)."""
+    from trainwright.data.metadata import MetadataConfig
+    from trainwright.models.guidance import GUIDANCE, Context
+    from trainwright.train.run_dir import CONFIG
+    from trainwright.train.runs import open_config
+
+    config = open_config(path).data.metadata if (path / CONFIG).is_file() else None
+    return Context(text, GUIDANCE if guidance is None else guidance, config or MetadataConfig())
 
 
 def write(piece: str) -> None:

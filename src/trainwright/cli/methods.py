@@ -96,7 +96,7 @@ def explain(method: MethodInfo) -> None:
         console.print(Text("It has no settings."))
     for label, others in (("cannot be combined with", method.conflicts), ("needs", method.requires)):
         for other, reason in others.items():
-            console.print(Text(f"{label} {other}: {reason}"))
+            console.print(Text(f"{label} {other.replace('|', ' or ')}: {reason}"))
 
 
 def settings(method: MethodInfo) -> list[tuple[str, str, str, str]]:

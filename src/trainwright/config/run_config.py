@@ -174,8 +174,9 @@ def _check_compatible(chosen: list[tuple[str, MethodConfig]]) -> None:
                 other_key, other_info = present[other]
                 raise ConfigError(f"{key}={info.name} cannot be combined with {other_key}={other_info.name}: {reason}")
         for other, reason in info.requires.items():
-            if other not in present:
-                raise ConfigError(f"{key}={info.name} needs {other.replace('.', '=')}: {reason}")
+            if not any(one in present for one in other.split("|")):
+                wanted = other.replace(".", "=").replace("|", " or ")
+                raise ConfigError(f"{key}={info.name} needs {wanted}: {reason}")
 
 
 class _Loader(yaml.SafeLoader):

@@ -130,6 +130,11 @@ class LogSection(Section):
     )
     report: bool = Field(True, description="Write report.html when the run ends.")
     sample: str | None = Field(None, description="Prompt to continue when the run ends; written to sample.txt.")
+    comm_trace: PositiveInt | None = Field(
+        None,
+        description="Steps, from the second on, whose collectives each rank records (comm/rank-N.json, for Perfetto; "
+        "comm_bytes and comm_wait in the metrics); null: none.",
+    )
 
 
 class RecoverySection(Section):

@@ -48,6 +48,18 @@ def max_over_ranks(value: int, device: torch.device) -> int:
     return int(box)
 
 
+def all_gather_single(out: Tensor, value: Tensor, group: Any = None) -> None:
+    """``value`` of every rank, one behind the other along the first dimension, into ``out``."""
+    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    function(out, value, group=group)
+
+
+def reduce_scatter_single(out: Tensor, value: Tensor, group: Any = None) -> None:
+    """This rank's piece, along the first dimension, of the sum of ``value`` over ranks into ``out``."""
+    function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    function(out, value, group=group)
+
+
 def broadcast_object(value: Any, src: int = 0) -> Any:
     if world_size() == 1:
         return value

@@ -14,7 +14,7 @@ import importlib.metadata
 import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
@@ -28,6 +28,9 @@ SLOTS: dict[str, tuple[str, ...]] = {
     "transform": ("trainwright.models.transforms",),
     "source": ("trainwright.data.sources",),
     "batcher": ("trainwright.data.batchers",),
+    "mixer": ("trainwright.data.mixers",),
+    "selector": ("trainwright.data.selectors",),
+    "weighter": ("trainwright.data.weighters",),
     "tokenizer": ("trainwright.data.tokenizers",),
     "objective": ("trainwright.objectives",),
     "optimizer": ("trainwright.optim",),
@@ -36,6 +39,7 @@ SLOTS: dict[str, tuple[str, ...]] = {
     "average": ("trainwright.optim.averaging",),
     "precision": ("trainwright.precision",),
     "memory": ("trainwright.memory",),
+    "context": ("trainwright.parallel.context",),
     "comm": ("trainwright.parallel.comm",),
     "monitor": ("trainwright.resilience",),
     "logger": ("trainwright.train.loggers",),
@@ -63,7 +67,8 @@ class MethodInfo:
     config: type[MethodConfig]
     paper: str = ""  # e.g. "arXiv:2501.06842"
     seed_id: str = ""  # id of the method's card, e.g. "B075"
-    # {"clip.global_norm": "why they exclude each other and what to do"}; a key is "slot" or "slot.name".
+    # {"clip.global_norm": "why they exclude each other and what to do"}; a key is "slot" or "slot.name", and of
+    # requires also several of them with "|" between, of which any one will do.
     conflicts: dict[str, str] = field(default_factory=dict)
     requires: dict[str, str] = field(default_factory=dict)
 
@@ -203,6 +208,8 @@ def _model_at(model: type[BaseModel], loc: Sequence[str]) -> type[BaseModel] | N
     for part in loc:
         info = model.model_fields.get(part)
         annotation = info.annotation if info else None
+        # A section that may be null.
+        annotation = next((a for a in get_args(annotation) if isinstance(a, type) and a is not type(None)), annotation)
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
             return None
         model = annotation

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
 from trainwright.data.tokenizers.base import Tokenizer
+
+
+class Columns(Protocol):
+    """Further values of every token of a dataset, such as a teacher's labels; can be pickled."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[tuple[int, ...], np.dtype]]:
+        """Per name the shape of one token's values and their dtype."""
+
+    def read(self, doc: int, start: int, stop: int) -> Mapping[str, np.ndarray]:
+        """The values of tokens ``start:stop`` of a document, ``[stop - start, *shape]`` each."""
 
 
 class TokenDataset(ABC):
@@ -21,6 +32,19 @@ class TokenDataset(ABC):
     name: str
     lengths: np.ndarray  # int32 [num_docs], tokens per document, EOS included
     fingerprint: str  # hash of the content: same fingerprint, same tokens in the same order
+    columns: Columns | None = None  # what batches carry as extras ``[B, T, ...]`` beside the tokens
+
+    def attach(self, columns: Columns | None) -> None:
+        """Let batches carry these values too; None: no more. Where batches are made by worker processes, before those
+        start."""
+        self.columns = columns
+
+    def columns_of(self, doc: int) -> tuple[Columns | None, int]:
+        """The columns that hold ``doc``, and its number there."""
+        return self.columns, doc
+
+    def column_shapes(self) -> Mapping[str, tuple[tuple[int, ...], np.dtype]]:
+        return {} if self.columns is None else self.columns.shapes
 
     @property
     def num_docs(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ import torch
 from trainwright.core.batch import Batch
 from trainwright.core.errors import ConfigError, DataError, TrainwrightError
 from trainwright.data.dataset import TokenDataset
-from trainwright.data.mixture import Mixture
+from trainwright.data.mixture import Mixture, RowRef
 from trainwright.data.packing import NOTHING, Pool, Segments, assemble
 from trainwright.data.prefetch import Prefetcher
 from trainwright.data.rows import RowStream
@@ -55,19 +55,22 @@ class _Planner:
                 raise StopIteration
         refs = self.mixture.take(count)
         mine = refs[self.rank * count // self.world_size : (self.rank + 1) * count // self.world_size]
+        return self.rows(mine, self.local_rows), self.place()
+
+    def rows(self, refs: Sequence[RowRef], count: int) -> list[PlannedRow]:
+        """What lies in ``refs``, filled up to ``count`` with rows of padding."""
         rows: list[PlannedRow] = []
         at = 0
-        while at < len(mine):
-            name, epoch, _ = mine[at]
+        while at < len(refs):
+            name, epoch, _ = refs[at]
             run = at + 1
-            while run < len(mine) and mine[run][:2] == (name, epoch):
+            while run < len(refs) and refs[run][:2] == (name, epoch):
                 run += 1
-            segments = self.mixture.streams[name].segments(epoch, [ref.row for ref in mine[at:run]])
+            segments = self.mixture.streams[name].segments(epoch, [ref.row for ref in refs[at:run]])
             rows += [(name, s) for s in segments]
             at = run
         filler = (next(iter(self.mixture.streams)), NOTHING)
-        rows += [filler] * (self.local_rows - len(rows))
-        return rows, self.place()
+        return rows + [filler] * (count - len(rows))
 
 
 class _Failure:
@@ -80,16 +83,23 @@ class _Failure:
 class _Assembler(torch.utils.data.Dataset[Any]):
     """Planned rows to tensors; also the dataset that worker processes get."""
 
-    def __init__(self, streams: Mapping[str, RowStream], pad_id: int):
+    def __init__(self, streams: Mapping[str, RowStream], pad_id: int, name_sources: bool = False):
         self.datasets: dict[str, TokenDataset] = {name: s.dataset for name, s in streams.items()}
         self.seq_len, self.pad_id = next(iter(streams.values())).seq_len, pad_id
+        self.name_sources = name_sources
 
     def batch(self, rows: Sequence[PlannedRow]) -> Batch:
-        return assemble([(self.datasets[name], s) for name, s in rows], self.seq_len, self.pad_id)
+        batch = assemble([(self.datasets[name], s) for name, s in rows], self.seq_len, self.pad_id)
+        if self.name_sources:
+            number = {name: i for i, name in enumerate(self.datasets)}
+            source = torch.tensor([number[name] for name, _ in rows])
+            # [B, 1, K] and not [B, K], which could be taken for [B, T] where a batch is cut to its longest row
+            batch.extras["source"] = torch.nn.functional.one_hot(source, len(number)).to(torch.float64)[:, None]
+        return batch
 
     def __getitems__(self, rows: Sequence[PlannedRow]) -> dict[str, torch.Tensor] | _Failure:
         try:
-            return {k: v for k, v in vars(self.batch(rows)).items() if k != "extras"}
+            return vars(self.batch(rows))
         except TrainwrightError as error:
             return _Failure(error)
 
@@ -155,6 +165,8 @@ class Loader:
     max_rows           rows after which the loader ends (StopIteration); the last step is filled up with padding rows
     on_change          what :meth:`load_state_dict` does when the data or a setting that decides the order of rows
                        differs: refuse, or begin a new epoch in the order as it is now
+    name_sources       batches say which stream each row is of: ``extras["source"]``, one-hot ``[B, 1, K]`` over the
+                       names in sorted order
     """
 
     def __init__(
@@ -171,6 +183,7 @@ class Loader:
         pin_memory: bool | None = None,
         max_rows: int | None = None,
         on_change: OnChange = "refuse",
+        name_sources: bool = False,
     ):
         if global_batch_rows < world_size:
             raise ConfigError(
@@ -180,13 +193,22 @@ class Loader:
             )
         if not 0 <= rank < world_size:
             raise ConfigError(f"should be in 0..{world_size - 1}", key="rank", value=rank)
+        for stream in streams.values():
+            if stream.batcher.orders_steps and len(streams) > 1:
+                raise ConfigError(
+                    "takes all rows of a step from one bucket, so it cannot mix sources by weights row by row; leave "
+                    "the weights out, or use another batcher",
+                    key="data.batcher",
+                    value=stream.batcher.name,
+                )
+            stream.set_step_rows(global_batch_rows)
         self.mixture = Mixture(streams, weights)
         self.global_batch_rows, self.rank, self.world_size = global_batch_rows, rank, world_size
         self.prefetch, self.workers, self.on_change = prefetch, workers, on_change
         self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
         self._mixed = weights is not None
         self._planner = _Planner(self.mixture, global_batch_rows, rank, world_size, max_rows)
-        self._assembler = _Assembler(self.mixture.streams, pad_id)
+        self._assembler = _Assembler(self.mixture.streams, pad_id, name_sources)
         self._delivered = _Place(self.mixture.position(), 0.0)
         self._absent: dict[str, Any] = {}  # what the run's earlier sources held, should they come back
         self._ahead: Prefetcher[tuple[Batch, _Place]] | _Workers | None = None
@@ -242,6 +264,20 @@ class Loader:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def change(self, what: Callable[[Mixture], None]) -> None:
+        """Let ``what`` change what the mixture gives from the next row on: its weights, plan or chosen rows.
+
+        Exactly there on every rank, whatever was made ahead: that is dropped and made again, which costs up to
+        ``prefetch`` steps of assembling. Worker processes are started anew, which costs a second or so.
+        """
+        self.close()
+        what(self.mixture)
+        self._delivered = self._planner.place()
+
+    def batch_of(self, refs: Sequence[RowRef], count: int | None = None) -> Batch:
+        """These rows, on the CPU, filled up to ``count`` with padding; where the loader is does not change."""
+        return self._assembler.batch(self._planner.rows(refs, len(refs) if count is None else count))
+
     # -- where it is --------------------------------------------------------------------------------------------
 
     @property
@@ -256,13 +292,14 @@ class Loader:
 
     def _settings(self) -> dict[str, Any]:
         first = next(iter(self.mixture.streams.values()))
-        return {
+        settings = {
             "seed": first.seed,
             "seq_len": first.seq_len,
             "shuffle": first.shuffle,
             "batcher": first.batcher.model_dump(mode="json"),
             "mixed by weights": self._mixed,
         }
+        return settings | ({"rows a step": self.global_batch_rows} if first.batcher.orders_steps else {})
 
     def _data(self) -> dict[str, Any]:
         return {
@@ -346,7 +383,7 @@ def _make(parts: tuple[_Planner, _Assembler, bool]) -> tuple[Batch, _Place]:
     rows, place = planner.step()
     batch = assembler.batch(rows)
     if pin_memory:
-        batch = Batch(**{k: v.pin_memory() for k, v in vars(batch).items() if k != "extras"})
+        batch = batch._map(lambda t: t.pin_memory())
     return batch, place
 
 

@@ -18,15 +18,23 @@ from trainwright.core.errors import ConfigError, DataError, TrainwrightError, ne
 from trainwright.core.hardware import cache_dir as default_cache_dir
 from trainwright.core.registry import MethodConfig, Slot, build
 from trainwright.data.batchers.base import BatcherConfig
+from trainwright.data.context_tokens import with_context_tokens
 from trainwright.data.dataset import TokenDataset, TokenizedSource
+from trainwright.data.licence_gate import data_card
 from trainwright.data.loader import Loader, OnChange
+from trainwright.data.metadata import MetadataConfig, check_batcher, tokenize_with_context
+from trainwright.data.mixers.base import MixerConfig, UpdatingMixerConfig
 from trainwright.data.packing import Pool, unique_names
 from trainwright.data.permutation import Permutation
 from trainwright.data.rows import RowStream
+from trainwright.data.selectors.base import SelectorConfig
 from trainwright.data.sources.base import SourceConfig, Split
+from trainwright.data.stages import FirstStageConfig, first_stage, rows_of_stages, stage_plan
 from trainwright.data.tokenize import TrainingCorpus, tokenize_source
 from trainwright.data.tokenizers.base import Tokenizer, TokenizerConfig
+from trainwright.data.upsample import up_sampled
 from trainwright.data.validation import validation_batches
+from trainwright.data.weighters.base import WeighterConfig
 
 T = TypeVar("T")
 log = logging.getLogger("trainwright")
@@ -45,6 +53,15 @@ class DataConfig(BaseModel):
         cast(BatcherConfig, {"name": "packed"}),
         description="How documents are laid out in rows; where a source is of conversations best_fit, unless set.",
     )
+    mixer: Annotated[MixerConfig, Slot("mixer", default="static")] = Field(
+        cast(MixerConfig, {"name": "static"}), description="Shares of the sources in the course of the run."
+    )
+    selector: Annotated[SelectorConfig, Slot("selector", default="none")] = Field(
+        cast(SelectorConfig, {"name": "none"}), description="Which rows are trained on."
+    )
+    weighter: Annotated[WeighterConfig, Slot("weighter", default="uniform")] = Field(
+        cast(WeighterConfig, {"name": "uniform"}), description="How much each row of a step counts."
+    )
     validation_fraction: float = Field(
         0.02, ge=0, lt=0.5, description="Share of the documents held out for validation; 0: no validation."
     )
@@ -58,6 +75,19 @@ class DataConfig(BaseModel):
     on_change: OnChange = Field(
         "refuse",
         description="Resuming when the data or the order of its rows changed: refuse, or new_epoch to begin one in it.",
+    )
+
+    licences: list[str] | None = Field(
+        None,
+        description="Licences that documents may be under, such as [CC0, CC-BY, MIT]; a run whose data holds another, "
+        "or data that names none, is refused. null: any.",
+    )
+
+    metadata: MetadataConfig | None = Field(
+        None, description="Metadata of each document (its URL, ...) as a context before it; null: none."
+    )
+    first_stage: FirstStageConfig | None = Field(
+        None, description="Train on the documents of the highest scores first; null: on all from the beginning."
     )
 
     @field_validator("sources")
@@ -82,6 +112,26 @@ class DataConfig(BaseModel):
             raise ValueError(f"sources.{missing} has no weight but others have; give one to every source or to none")
         return self
 
+    @model_validator(mode="after")
+    def _one_chooses(self) -> DataConfig:
+        if self.mixer.changes and self.selector.selects:
+            raise ValueError(
+                f"mixer={self.mixer.name} and selector={self.selector.name} both decide which rows come next; keep one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_plan(self) -> DataConfig:
+        staged = "first_stage" if self.first_stage else "metadata.cooldown" if self._cools_down else None
+        method = self.mixer if self.mixer.changes else self.selector if self.selector.selects else None
+        if staged and method is not None:
+            raise ValueError(f"{staged} and {method.name} both decide which rows come next; keep one")
+        return self
+
+    @property
+    def _cools_down(self) -> bool:
+        return self.metadata is not None and self.metadata.on and self.metadata.cooldown > 0
+
     def cache(self) -> Path:
         return self.cache_dir or default_cache_dir()
 
@@ -89,7 +139,15 @@ class DataConfig(BaseModel):
 def build_tokenizer(config: DataConfig, spec: MethodConfig) -> Tokenizer:
     """The tokenizer of ``spec``; one that is trained sees the training split. Rank 0 goes first."""
     corpus = TrainingCorpus(config.sources, config.validation_fraction)
-    return _main_first(lambda: cast(TokenizerConfig, spec).build(corpus, config.cache()))
+    tokenizer = _main_first(lambda: cast(TokenizerConfig, spec).build(corpus, config.cache()))
+    if config.metadata is not None and config.metadata.on:
+        return with_context_tokens(tokenizer, config.metadata.tokens)
+    return tokenizer
+
+
+def build_card(config: DataConfig) -> dict[str, Any]:
+    """What the sources are made of. Raises ConfigError where ``data.licences`` forbids it. Rank 0 goes first."""
+    return _main_first(lambda: data_card(config.sources, config.licences, config.cache()))
 
 
 def _main_first(work: Callable[[], T]) -> T:
@@ -133,8 +191,11 @@ class DataModule:
         seed: int,
         rank: int = 0,
         world_size: int = 1,
+        global_batch_rows: int | None = None,
+        cooldown: list[TokenDataset] | None = None,
     ):
         self.config, self.tokenizer = config, tokenizer
+        self.total_steps: int | None = None
         self.train, self.validation = unique_names(train), unique_names(validation)
         self.seq_len, self.seed, self.rank, self.world_size = seq_len, seed, rank, world_size
         if not sum(d.num_tokens for d in train):
@@ -145,30 +206,77 @@ class DataModule:
         self.weights: dict[str, float] | None = None
         if None not in weights:
             self.weights = {n: float(cast(float, w)) for n, w in zip(self.train, weights, strict=True)}
+        elif config.mixer.changes:
+            self.weights = dict.fromkeys(self.train, 1.0)
         # Rows and their order are functions of these, so loader and figures may share them.
         self.streams = {
             name: RowStream(dataset, config.batcher, seq_len, seed, config.shuffle)
-            for name, dataset in self._training_sets().items()
+            for name, dataset in self._training_sets(self.train).items()
         }
+        # Stages before and behind the one on all documents; of the same shares.
+        early = first_stage(config.first_stage, self.train, self.weights is None) if config.first_stage else {}
+        self._first = self._stage(early, "first stage")
+        self._last = self._stage(unique_names(cooldown or []), "cooldown")
+        if None in weights and config.mixer.changes and config.mixer.by_size:
+            self.weights = {name: float(stream.num_rows(0)) for name, stream in self.streams.items()}
+        for stream in self.streams.values() if global_batch_rows else ():
+            stream.set_step_rows(cast(int, global_batch_rows))
+            if stream.note:
+                log.info("%s", stream.note)
         if not any(tokens for tokens, _ in self._trained.values()):
             raise DataError(
                 "no token of the training data is trained on: every loss weight is 0. Check the mask (a chat template "
                 "needs generation markers) or train on all tokens"
             )
 
-    def _training_sets(self) -> dict[str, TokenDataset]:
+    def _training_sets(self, train: dict[str, TokenDataset]) -> dict[str, TokenDataset]:
         if self.weights is not None:
-            return self.train
-        parts = list(self.train.items())
+            return train
+        parts = list(train.items())
         if self.config.shuffle:
             parts.sort(key=lambda item: item[1].fingerprint)  # the order in the recipe should not matter
         return {"pool": Pool(dict(parts))}
 
-    def train_loader(self, global_batch_rows: int, max_rows: int | None = None) -> Loader:
-        """This rank's loader; it ends after ``max_rows`` rows over all ranks (None: never)."""
+    def _stage(self, train: dict[str, TokenDataset], label: str) -> dict[str, tuple[str, RowStream]]:
+        """Of a further stage: name of the stream -> the training stream that it stands in for, and its rows."""
+        if not train:
+            return {}
+        config, sets = self.config, self._training_sets(train)
+        made = {n: RowStream(d, config.batcher, self.seq_len, self.seed, config.shuffle) for n, d in sets.items()}
+        return {f"{n} ({label})": (n, stream) for n, stream in made.items()}
+
+    def train_loader(
+        self, global_batch_rows: int, max_rows: int | None = None, total_steps: int | None = None
+    ) -> Loader:
+        """This rank's loader; it ends after ``max_rows`` rows over all ranks (None: never).
+
+        ``total_steps`` is the run's length, by which stages are laid out; None: as in the last call."""
+        self.total_steps = total_steps or self.total_steps
+        if self._first or self._last:
+            return self._staged_loader(global_batch_rows, max_rows)
+        return self._loader(self.streams, self.weights, global_batch_rows, max_rows)
+
+    def _staged_loader(self, global_batch_rows: int, max_rows: int | None) -> Loader:
+        own = self.weights or dict.fromkeys(self.streams, 1.0)
+        cooldown = self.config.metadata.cooldown if self._last and self.config.metadata else None
+        rows = rows_of_stages(self.config.first_stage, cooldown, self.total_steps, global_batch_rows, max_rows)
+        early, late = ({n: own[k] for n, (k, _) in stage.items()} for stage in (self._first, self._last))
+        plan, weights = stage_plan(rows, (early, own, late))
+        streams = self.streams | {n: s for n, (_, s) in (self._first | self._last).items()}
+        loader = self._loader(streams, weights, global_batch_rows, max_rows)
+        loader.change(lambda mixture: mixture.follow(plan))
+        return loader
+
+    def _loader(
+        self,
+        streams: Mapping[str, RowStream],
+        weights: Mapping[str, float] | None,
+        global_batch_rows: int,
+        max_rows: int | None,
+    ) -> Loader:
         return Loader(
-            self.streams,
-            self.weights,
+            streams,
+            weights,
             global_batch_rows=global_batch_rows,
             rank=self.rank,
             world_size=self.world_size,
@@ -177,6 +285,7 @@ class DataModule:
             workers=self.config.workers,
             max_rows=max_rows,
             on_change=self.config.on_change,
+            name_sources=isinstance(self.config.mixer, UpdatingMixerConfig),
         )
 
     def validation_batches(
@@ -232,6 +341,12 @@ class DataModule:
         parts = (w * tokens[n] / self.streams[n].num_rows(0) for n, w in self.weights.items())
         return sum(parts) / sum(self.weights.values())
 
+    def _filled(self) -> float:
+        """Mean number of tokens in a row."""
+        if self.weights is None:
+            return sum(s.num_tokens(0) for s in self.streams.values()) / self.rows_per_epoch
+        return self._per_row({n: s.num_tokens(0) for n, s in self.streams.items()})
+
     @cached_property
     def trained_share(self) -> float:
         """Share of the tokens drawn for training that are targets with a weight above 0.
@@ -254,9 +369,10 @@ class DataModule:
             "validation_documents": sum(d.num_docs for d in self.validation.values()),
             "validation_tokens": self.validation_tokens,
             "rows_per_epoch": self.rows_per_epoch,
-            "padding_share": 1 - self._per_row({n: d.num_tokens for n, d in self.train.items()}) / self.seq_len,
+            "padding_share": 1 - self._filled() / self.seq_len,
             "trained_share": self.trained_share,
             "trained_share_sampled": any(sampled for _, sampled in self._trained.values()),
+            "contexts": {n: r for n, d in self.train.items() if "with_context" in (r := getattr(d, "report", {}))},
             "sources": {
                 name: {
                     "documents": d.num_docs,
@@ -298,16 +414,22 @@ def build_data(
     seed: int,
     rank: int = 0,
     world_size: int = 1,
+    global_batch_rows: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> DataModule:
     """Tokenize the sources (or map what is cached) and return the run's data. Rank 0 of all goes first.
 
     ``rank`` and ``world_size`` are those of data parallelism: ranks that share rows (tensor parallelism) pass the
-    same. ``progress`` gets the UTF-8 bytes of text tokenized so far in the source at hand. Raises DataError and
-    ConfigError.
+    same. ``global_batch_rows`` are the rows of a step, for batchers that lay out whole steps.
+    ``progress`` gets the UTF-8 bytes of text tokenized so far in the source at hand. Raises DataError and ConfigError.
     """
 
-    def tokenize_one(source: SourceConfig, split: Split) -> TokenDataset:
+    context = config.metadata if config.metadata is not None and config.metadata.on else None
+    if context is not None:
+        context.check_room(seq_len)
+        check_batcher(config.batcher.plan, config.batcher.name, seq_len)
+
+    def tokenize_one(source: SourceConfig, split: Split, free: bool = False) -> TokenDataset:
         shared: dict[str, Any] = {
             "validation_fraction": config.validation_fraction,
             "cache_dir": config.cache(),
@@ -316,18 +438,35 @@ def build_data(
         }
         if isinstance(source, TokenizedSource):
             return source.tokenized(tokenizer, split, seq_len=seq_len, **shared)
+        if context is not None:
+            setting = context
+            if split == "validation" and not free:
+                free, setting = context.validation == "free", context.model_copy(update={"rate": 1.0})
+            return tokenize_with_context(source, tokenizer, split, setting, seq_len=seq_len, free=free, **shared)
         return tokenize_source(source, tokenizer, split, **shared)
 
     def tokenize() -> Mapping[str, list[TokenDataset]]:
         splits: tuple[Split, ...] = ("train", "validation")
-        return {split: [tokenize_one(source, split) for source in config.sources] for split in splits}
+        made: dict[str, list[TokenDataset]] = {s: [tokenize_one(x, s) for x in config.sources] for s in splits}
+        _check_contexts(context, made["train"])
+        made["cooldown"] = [tokenize_one(x, "train", True) for x in config.sources] if config._cools_down else []
+        for part in ("train", "cooldown"):
+            made[part] = [up_sampled(d, s.up_sample) for d, s in zip(made[part], config.sources, strict=False)]
+        return made
 
     data = _main_first(tokenize)
     module = DataModule(
         config, tokenizer, data["train"], data["validation"],
-        seq_len=seq_len, seed=seed, rank=rank, world_size=world_size,
+        seq_len=seq_len, seed=seed, rank=rank, world_size=world_size, global_batch_rows=global_batch_rows,
+        cooldown=data["cooldown"],
     )  # fmt: skip
     if _whole(config):
+        if not config.batcher.keeps_all:
+            raise ConfigError(
+                "cuts documents up and leaves their ends out, and these should stay whole; use best_fit or multipack",
+                key="data.batcher",
+                value=config.batcher.name,
+            )
         if config.batcher.name == "packed":
             log.warning(
                 "data.batcher=packed cuts conversations at row ends, and what is behind the cut does not see its "
@@ -339,4 +478,19 @@ def build_data(
 
 def _whole(config: DataConfig) -> bool:
     """Whether a source's documents should not be cut."""
+    if config.metadata is not None and config.metadata.on:
+        return True
     return any(getattr(s, "whole_documents", False) for s in config.sources)
+
+
+def _check_contexts(config: MetadataConfig | None, train: list[TokenDataset]) -> None:
+    """Raises ConfigError where metadata are asked for and no document has any."""
+    reports = [r for d in train if "with_context" in (r := getattr(d, "report", {}))]
+    if config is None or any(r["with_context"] or r["free"] for r in reports):
+        return
+    wanted = ", ".join(f"{k} (column {config.column(k)!r})" for k in config.kinds)
+    raise ConfigError(
+        f"no training document has {wanted}; name the columns by data.metadata.columns, or leave metadata out",
+        key="data.metadata.kinds",
+        value=list(config.kinds),
+    )

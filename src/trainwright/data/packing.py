@@ -17,7 +17,7 @@ import torch
 
 from trainwright.core.batch import Batch
 from trainwright.core.errors import DataError
-from trainwright.data.dataset import TokenDataset
+from trainwright.data.dataset import Columns, TokenDataset
 
 
 class Segments(NamedTuple):
@@ -65,6 +65,13 @@ class Pool(TokenDataset):
         dataset, local = self.locate(doc)
         return dataset.loss_weights(local, start, stop)
 
+    def columns_of(self, doc: int) -> tuple[Columns | None, int]:
+        dataset, local = self.locate(doc)
+        return dataset.columns_of(local)
+
+    def column_shapes(self) -> Mapping[str, tuple[tuple[int, ...], np.dtype]]:
+        return {k: v for d in self._datasets for k, v in d.column_shapes().items()}
+
 
 def unique_names(datasets: Sequence[TokenDataset]) -> dict[str, TokenDataset]:
     """``datasets`` by name; a name that is there already gets ``#2``, ``#3``, ..."""
@@ -92,6 +99,8 @@ def assemble(rows: Sequence[tuple[TokenDataset, Segments]], seq_len: int, pad_id
     positions = np.empty(shape, dtype=np.int64)
     doc_ids = np.empty(shape, dtype=np.int32)
     ramp = np.arange(seq_len)
+    kinds = {k: v for dataset, _ in rows for k, v in dataset.column_shapes().items()}
+    extras = {name: np.zeros((*shape, *tail), dtype) for name, (tail, dtype) in kinds.items()}
     for r, (dataset, (docs, starts, stops)) in enumerate(rows):
         sizes = stops - starts
         used = int(sizes.sum())
@@ -115,6 +124,11 @@ def assemble(rows: Sequence[tuple[TokenDataset, Segments]], seq_len: int, pad_id
                 targets[r, at : at + trained] = ids[1:]
                 given = dataset.loss_weights(doc, start + 1, end)
                 weights[r, at : at + trained] = 1.0 if given is None else given
+            columns, own = dataset.columns_of(doc) if extras else (None, doc)
+            if columns is not None:
+                for name, values in columns.read(own, start, start + size).items():
+                    extras[name][r, at : at + size] = values
             at += size
     make = torch.from_numpy
-    return Batch(make(tokens), make(targets), make(weights), make(positions), make(doc_ids))
+    more = {name: make(values) for name, values in extras.items()}
+    return Batch(make(tokens), make(targets), make(weights), make(positions), make(doc_ids), more)

@@ -33,6 +33,7 @@ class RowStream:
         if dataset.num_docs == 0 or dataset.num_tokens == 0:
             raise DataError(f"source {dataset.name} has no training document; take it out or give it data")
         self.dataset, self.batcher, self.seq_len, self.seed, self.shuffle = dataset, batcher, seq_len, seed, shuffle
+        self.step_rows = 1
         self._lock = threading.Lock()
         self._epoch = -1
         self._plan: RowPlan | None = None
@@ -43,14 +44,33 @@ class RowStream:
             if epoch != self._epoch or self._plan is None:
                 self._plan = None  # let go of the last epoch's before the next is made
                 seed = derive(self.seed, "documents", self.dataset.fingerprint, epoch) if self.shuffle else None
-                self._plan, self._epoch = self.batcher.plan(self.dataset.lengths, self.seq_len, seed), epoch
-                # Rows are shuffled as well as documents: those of one long document would else make up a batch alone.
-                seed = derive(self.seed, "rows", self.dataset.fingerprint, epoch) if self.shuffle else None
-                self._order = Permutation(self._plan.num_rows, seed)
+                lengths = self.dataset.lengths
+                if self.batcher.orders_steps:
+                    plan, seed = self.batcher.plan_steps(lengths, self.seq_len, seed, self.step_rows), None
+                else:
+                    plan = self.batcher.plan(lengths, self.seq_len, seed)
+                    # Rows are shuffled as well as documents: those of a long document would else make up a batch alone.
+                    seed = derive(self.seed, "rows", self.dataset.fingerprint, epoch) if self.shuffle else None
+                self._plan, self._epoch, self._order = plan, epoch, Permutation(plan.num_rows, seed)
             return self._plan, self._order
+
+    def set_step_rows(self, rows: int) -> None:
+        """Rows of a step over all ranks, for batchers that give whole steps; the others have no use for it."""
+        if self.batcher.orders_steps and rows != self.step_rows:
+            with self._lock:
+                self.step_rows, self._plan = rows, None
 
     def num_rows(self, epoch: int) -> int:
         return self._at(epoch)[0].num_rows
+
+    def num_tokens(self, epoch: int) -> int:
+        """Tokens in the rows of an epoch: all of the data, where the batcher leaves none out."""
+        return int(getattr(self._at(epoch)[0], "num_tokens", self.dataset.num_tokens))
+
+    @property
+    def note(self) -> str:
+        """What the batcher has to say about the first epoch; mostly nothing."""
+        return str(getattr(self._at(0)[0], "note", "")) if self.batcher.orders_steps else ""
 
     def segments(self, epoch: int, rows: Sequence[int]) -> list[Segments]:
         """What lies in ``rows`` (numbers in ``0 .. num_rows(epoch) - 1``)."""

@@ -250,7 +250,7 @@ class ShardedDataset(TokenDataset):
         self._maps: OrderedDict[int, np.ndarray] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder, "name": self.name}
+        return {"folder": self.folder, "name": self.name, "columns": self.columns}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.folder = state["folder"]
@@ -260,6 +260,7 @@ class ShardedDataset(TokenDataset):
         except (DamagedCache, OSError) as error:
             raise DataError(f"token cache {self.folder} went away or changed while in use ({error})") from error
         self.name = state["name"]
+        self.columns = state.get("columns")
 
     @property
     def num_tokens(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import multiprocessing
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ BATCH_BYTES = 1 << 20
 BATCH_DOCS = 4096
 
 Progress = Callable[[int], None]
+log = logging.getLogger("trainwright")
 
 
 class TrainingCorpus:
@@ -85,6 +87,9 @@ def tokenize_source(
                 raise DataError(
                     f"source {label}: its files changed while they were read; run again when they are complete"
                 )
+            skipped = getattr(source, "bad_rows", 0)
+            if skipped and (samples := getattr(source, "bad_samples", None)):
+                log.warning("source %s: %d unusable rows skipped, e.g. %s", label, skipped, samples[0])
             if split == "train" and not writer.num_docs:
                 raise DataError(
                     f"source {label}: no text is left for training (validation_fraction={validation_fraction}); "

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __all__ = [
-    "Arm", "Budget", "Claim", "Comparison", "Trial", "TrialResult", "TrialStore", "claims_table", "compare",
-    "load_claim", "load_claims", "run_claim", "vary",
+    "Arm", "Budget", "Claim", "Comparison", "Trial", "TrialResult", "TrialStore", "Verification", "claims_table",
+    "compare", "load_claim", "load_claims", "run_claim", "vary", "verify_candidate",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from trainwright.lab.claim_table import claims_table
     from trainwright.lab.comparison import Comparison, compare
     from trainwright.lab.trial import Trial, TrialResult, TrialStore
+    from trainwright.lab.verification import Verification, verify_candidate
 
 _LAZY = {
     "Arm": "arms", "vary": "arms", "Budget": "budget", "Claim": "claim", "load_claim": "claim", "load_claims": "claim",
     "run_claim": "claim_run", "claims_table": "claim_table", "Comparison": "comparison", "compare": "comparison",
     "Trial": "trial", "TrialResult": "trial", "TrialStore": "trial",
+    "Verification": "verification", "verify_candidate": "verification",
 }  # fmt: skip
 
 

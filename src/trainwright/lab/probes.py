@@ -148,4 +148,4 @@ def validation_loss(trainer: Any) -> float:
     config = trainer.config
     rows = max(1, 8192 // config.train.seq_len)
     batches = trainer.data.validation_batches(batch_rows=rows, max_tokens=config.evaluate.tokens)
-    return evaluate(trainer.parallel.module, trainer.objective, batches, trainer.device, trainer.precision)["val_loss"]
+    return evaluate(trainer.parallel, trainer.objective, batches, trainer.device, trainer.precision)["val_loss"]

@@ -29,6 +29,7 @@ from trainwright.models.architecture import Architecture
 from trainwright.models.attention import AttentionPlan, attention, plan_attention
 from trainwright.models.base import Head, Hidden, LanguageModel
 from trainwright.models.cache import KVCache
+from trainwright.models.flops import frozen_correction
 from trainwright.models.moe import MoE, load_metrics
 from trainwright.models.ops import apply_rope, rms_norm, swiglu
 from trainwright.models.rope import RotaryTables
@@ -39,12 +40,28 @@ INIT_STD = 0.02
 def head_logits(hidden: Hidden) -> Tensor:
     """Logits ``[B, T, V]`` of a :class:`Hidden`: its states through its head."""
     head = hidden.head
-    logits = F.linear(hidden.states, head.weight)
+    if hasattr(head.weight, "device_mesh"):
+        logits = _gathered_logits(hidden.states, head.weight)
+    else:
+        logits = F.linear(hidden.states, head.weight)
     if head.scale != 1.0:
         logits = logits * head.scale
     if head.bias is not None:
         logits = logits + head.bias
     return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
+
+
+def _gathered_logits(states: Tensor, weight: Any) -> Tensor:
+    """Of a head that ranks hold by vocabulary; without gradients, the loss needs none of it."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    local = F.linear(states, weight.to_local())
+    shape = torch.Size([*local.shape[:-1], weight.shape[0]])
+    stride = torch.empty(shape, device="meta").stride()
+    cut = DTensor.from_local(
+        local, weight.device_mesh, [Shard(local.ndim - 1)], run_check=False, shape=shape, stride=stride
+    )
+    return cut.full_tensor()
 
 
 class RMSNorm(nn.Module):
@@ -161,6 +178,8 @@ class Decoder(LanguageModel):
         self.norm = RMSNorm(arch.dim, arch.norm_eps)
         self.head = None if arch.tie_embeddings else nn.Linear(arch.dim, arch.vocab_size, bias=False)
         self.rope = RotaryTables(arch.head_dim, arch.rope_theta, arch.rope_scaling, arch.max_seq_len)
+        # With ``attend`` of the attention modules, what context parallelism puts its own in place of.
+        self.plan_attention: Callable[[Tensor | None, int, int, int, torch.device], Any] = plan_attention
         # What came with a Hugging Face folder and goes out with it again: file name -> text.
         self.hf_files: dict[str, str] = {}
 
@@ -211,7 +230,7 @@ class Decoder(LanguageModel):
         windows = set(self.arch.windows) or {0}
         if cache is None:
             cos, sin = self.rope(positions, length, tokens.device)
-            plans = {w: plan_attention(doc_ids, batch, length, w, tokens.device) for w in windows}
+            plans = {w: self.plan_attention(doc_ids, batch, length, w, tokens.device) for w in windows}
         else:
             if positions is None and cache.length:
                 positions = torch.arange(cache.length, total, device=tokens.device).unsqueeze(0)
@@ -274,4 +293,7 @@ class Decoder(LanguageModel):
         return roles
 
     def flops_per_token(self, seq_len: int) -> float:
-        return self.arch.flops_per_token(seq_len)
+        arch = self.arch
+        pairs = [12.0 * arch.n_heads * arch.head_dim * arch.attended(i, seq_len) for i in range(arch.n_layers)]
+        head = self.embed.weight if self.head is None else self.head.weight
+        return arch.flops_per_token(seq_len) + frozen_correction(self, head, arch.n_experts_per_token, pairs)

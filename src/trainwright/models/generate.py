@@ -17,6 +17,7 @@ from trainwright.data.tokenizers.base import Tokenizer
 from trainwright.models.base import Hidden
 from trainwright.models.cache import PAD_DOCUMENT
 from trainwright.models.decoder import head_logits
+from trainwright.models.guidance import Context, check_guidance, guided_logits
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
@@ -91,6 +92,45 @@ def _check(
             raise ConfigError(f"should be {rule}", key=key, value=value)
 
 
+class _Lane:
+    """Prompts of any lengths in one batch, and the logits behind them as they grow."""
+
+    def __init__(self, model: nn.Module, prompts: Sequence[Sequence[int]], steps: int, use_cache: bool, pad_id: int):
+        inner: Any = getattr(model, "module", model)  # DistributedDataParallel hides the model's attributes
+        device = next(inner.parameters()).device
+        longest = max(len(p) for p in prompts)
+        self.model, self.length = model, longest
+        self.ragged = any(len(p) != longest for p in prompts)
+        rows = [[pad_id] * (longest - len(p)) + list(p) for p in prompts]
+        self.new = torch.tensor(rows, dtype=torch.int64, device=device)  # [B, T], what the model has not seen yet
+        pads = torch.tensor([longest - len(p) for p in prompts], device=device)[:, None]
+        slots = torch.arange(longest + max(steps, 0), device=device)
+        self.positions = (slots - pads).clamp(min=0)  # [B, T + steps]
+        self.doc_ids = torch.where(slots < pads, PAD_DOCUMENT, 0).to(torch.int32)
+        self.cache = inner.new_cache(longest + steps) if use_cache and steps > 0 else None
+        self.first = True
+
+    def logits(self) -> Tensor:
+        """``[B, V]`` of the next token."""
+        start = self.length - self.new.shape[1]
+        out: Tensor = self.model(
+            self.new,
+            positions=self.positions[:, start : self.length] if self.ragged else None,
+            doc_ids=self.doc_ids[:, start : self.length]
+            if self.ragged and (self.cache is None or self.first)
+            else None,
+            cache=self.cache,
+            head_fn=_last_logits,
+        )
+        self.first = False
+        return out
+
+    def add(self, ids: Tensor) -> None:
+        """The next token ``[B]`` of each row."""
+        self.new = ids[:, None] if self.cache is not None else torch.cat((self.new, ids[:, None]), dim=1)
+        self.length += 1
+
+
 def _steps(
     model: nn.Module,
     prompts: Sequence[Sequence[int]],
@@ -100,36 +140,24 @@ def _steps(
     repetition_penalty: float,
     done: Tensor,
     pad_id: int,
+    free: Sequence[Sequence[int]] | None = None,
+    guidance: float = 1.0,
 ) -> Iterator[Tensor]:
     """New ids ``[B]`` step after step; rows that are ``done`` (set by the caller between steps) get ``pad_id``."""
-    inner: Any = getattr(model, "module", model)  # DistributedDataParallel hides the model's attributes
+    inner: Any = getattr(model, "module", model)
     device = next(inner.parameters()).device
-    longest = max(len(p) for p in prompts)
+    given = [prompts] if free is None or guidance == 1 else [free] if guidance == 0 else [free, prompts]
+    longest = max(len(p) for one in given for p in one)
     steps = min(max_new_tokens, inner.max_seq_len - longest)
-    ragged = any(len(p) != longest for p in prompts)
-    rows = [[pad_id] * (longest - len(p)) + list(p) for p in prompts]
-    tokens = torch.tensor(rows, dtype=torch.int64, device=device)  # [B, T]
-    pads = torch.tensor([longest - len(p) for p in prompts], device=device)[:, None]
-    slots = torch.arange(longest + max(steps, 0), device=device)
-    positions = (slots - pads).clamp(min=0)  # [B, T + steps]
-    doc_ids = torch.where(slots < pads, PAD_DOCUMENT, 0).to(torch.int32)
     seen = None
     if repetition_penalty != 1.0:
         seen = torch.zeros(len(prompts), inner.vocab_size, dtype=torch.bool, device=device)
         for row, prompt in enumerate(prompts):
             seen[row, torch.tensor(prompt, dtype=torch.int64, device=device)] = True
-    cache = inner.new_cache(longest + steps) if use_cache and steps > 0 else None
-    new = tokens
-    for step in range(steps):
-        length = longest + step
-        start = length - new.shape[1]
-        logits = model(
-            new,
-            positions=positions[:, start:length] if ragged else None,
-            doc_ids=doc_ids[:, start:length] if ragged and (cache is None or step == 0) else None,
-            cache=cache,
-            head_fn=_last_logits,
-        )
+    lanes = [_Lane(model, one, steps, use_cache, pad_id) for one in given]
+    for _ in range(steps):
+        found = [lane.logits() for lane in lanes]
+        logits = found[0] if len(found) == 1 else guided_logits(found[0], found[1], guidance)
         if seen is not None:
             logits = penalise(logits[:, : inner.vocab_size], seen, repetition_penalty)
         ids = choose(logits)
@@ -139,7 +167,8 @@ def _steps(
         yield ids
         if bool(done.all()):
             return
-        new = ids[:, None] if cache is not None else torch.cat((new, ids[:, None]), dim=1)
+        for lane in lanes:
+            lane.add(ids)
 
 
 def generate_ids(
@@ -156,10 +185,14 @@ def generate_ids(
     generator: torch.Generator | None = None,
     use_cache: bool = True,
     stopped: Callable[[int, list[int]], bool] | None = None,
+    free_prompts: Sequence[Sequence[int]] | None = None,
+    guidance: float = 1.0,
 ) -> list[list[int]]:
     """New ids after each prompt of ids: up to ``max_new_tokens``, the model's ``max_seq_len``, or ``eos_id`` (not
     returned). ``stopped(row, ids)`` may end a row earlier.
 
+    With ``free_prompts``, the same without their context, tokens are drawn from ``guidance`` times the difference
+    between the two (:mod:`trainwright.models.guidance`); 0 is free of context, 1 is ``prompts`` alone.
     ``temperature=0`` is greedy. With ``seed`` the draw is repeatable; else ``generator`` or torch's global one is used.
     ``model`` may be wrapped (DDP, FSDP: every rank calls with the same arguments). Raises ConfigError for an empty
     prompt, one that fills ``max_seq_len``, or a setting out of range.
@@ -169,7 +202,7 @@ def generate_ids(
     for ids in stream_ids(
         model, prompts, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
         repetition_penalty=repetition_penalty, eos_id=eos_id, seed=seed, generator=generator, use_cache=use_cache,
-        stopped=stopped,
+        stopped=stopped, free_prompts=free_prompts, guidance=guidance,
     ):  # fmt: skip
         for row, new in enumerate(ids):
             if new is not None:
@@ -191,12 +224,17 @@ def stream_ids(
     generator: torch.Generator | None = None,
     use_cache: bool = True,
     stopped: Callable[[int, list[int]], bool] | None = None,
+    free_prompts: Sequence[Sequence[int]] | None = None,
+    guidance: float = 1.0,
 ) -> Iterator[list[int | None]]:
     """As :func:`generate_ids`, step by step: for each row its new id, or None once it has ended."""
     if not prompts:
         return
+    check_guidance(guidance)
+    if free_prompts is not None and len(free_prompts) != len(prompts):
+        raise ConfigError(f"are {len(free_prompts)} and the prompts {len(prompts)}", key="free_prompts")
     inner: Any = getattr(model, "module", model)
-    for prompt in prompts:
+    for prompt in [*prompts, *(free_prompts or [])]:
         if not len(prompt):
             raise ConfigError(
                 "is empty; give at least one token (the bos or eos id to start from nothing)", key="prompt"
@@ -228,6 +266,8 @@ def stream_ids(
                 repetition_penalty,
                 done,
                 eos_id if eos_id is not None else 0,
+                free_prompts,
+                guidance,
             )
             while True:
                 ids = next(steps, None)
@@ -254,6 +294,16 @@ def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
     if tokenizer.bos_id is not None:
         return [tokenizer.bos_id, *ids]
     return ids or [tokenizer.eos_id]  # from nothing: as after the end of a document
+
+
+def _prompts(
+    tokenizer: Tokenizer, prompts: Sequence[str], context: Context | None
+) -> tuple[list[list[int]], list[list[int]] | None, float]:
+    """Ids of the prompts, of the same free of the context, and the guidance."""
+    if context is None:
+        return [_encode(tokenizer, p) for p in prompts], None, 1.0
+    pairs = [context.prompts(tokenizer, p) for p in prompts]
+    return [p for p, _ in pairs], [f for _, f in pairs], context.guidance
 
 
 def _stop_check(tokenizer: Tokenizer, stop: Sequence[str]) -> Callable[[int, list[int]], bool] | None:
@@ -290,12 +340,15 @@ def generate(
     seed: int | None = None,
     generator: torch.Generator | None = None,
     use_cache: bool = True,
+    context: Context | None = None,
 ) -> list[str]:
     """The continuation of each prompt as text, without the prompt, ended by the tokenizer's eos (or ``eos_id``), the
-    first of the ``stop`` strings (cut off), ``max_new_tokens`` or the model's length. See :func:`generate_ids`."""
+    first of the ``stop`` strings (cut off), ``max_new_tokens`` or the model's length. ``context`` is metadata to write
+    by, for models trained with that. See :func:`generate_ids`."""
     _check(temperature, top_k, top_p, max_new_tokens, repetition_penalty, stop)
+    given, free, guidance = _prompts(tokenizer, prompts, context)
     ids = generate_ids(
-        model, [_encode(tokenizer, p) for p in prompts], max_new_tokens=max_new_tokens, temperature=temperature,
+        model, given, free_prompts=free, guidance=guidance, max_new_tokens=max_new_tokens, temperature=temperature,
         top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, seed=seed, generator=generator,
         eos_id=tokenizer.eos_id if eos_id is None else eos_id, stopped=_stop_check(tokenizer, stop),
         use_cache=use_cache,
@@ -317,6 +370,7 @@ def stream(
     eos_id: int | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
+    context: Context | None = None,
 ) -> Iterator[str]:
     """Pieces of the continuation of ``prompt`` (text, or ids as of a chat template) as they come.
 
@@ -324,11 +378,18 @@ def stream(
     what :func:`generate` returns.
     """
     _check(temperature, top_k, top_p, max_new_tokens, repetition_penalty, stop)
-    ids = _encode(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
+    free, guidance = None, 1.0
+    if isinstance(prompt, str):
+        given, free, guidance = _prompts(tokenizer, [prompt], context)
+    elif context is not None:
+        raise ConfigError("belongs to a prompt that is text", key="context")
+    else:
+        given = [list(prompt)]
     history: list[int] = []
     sent = 0
     for (new,) in stream_ids(
-        model, [ids], max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+        model, given, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+        free_prompts=free, guidance=guidance,
         repetition_penalty=repetition_penalty, seed=seed, generator=generator,
         eos_id=tokenizer.eos_id if eos_id is None else eos_id, stopped=_stop_check(tokenizer, stop),
     ):  # fmt: skip

@@ -23,6 +23,7 @@ from trainwright.models.attention import document_mask, document_starts
 from trainwright.models.base import Head, Hidden, LanguageModel, ModelConfig
 from trainwright.models.cache import PAD_DOCUMENT
 from trainwright.models.decoder import head_logits
+from trainwright.models.flops import frozen_correction
 from trainwright.models.hf_io import read_json
 from trainwright.models.pretrained import check_fit
 
@@ -216,8 +217,8 @@ class HFModel(LanguageModel):
         head = self.hf.get_output_embeddings()
         macs = float(head.weight.numel())
         for module in self.hf.modules():
-            for param in module.parameters(recurse=False):
-                if param is head.weight or isinstance(module, nn.Embedding):
+            for name, param in module.named_parameters(recurse=False):
+                if "lora_" in name or param is head.weight or isinstance(module, nn.Embedding):
                     continue
                 if param.ndim == 2:
                     macs += param.numel()
@@ -227,7 +228,11 @@ class HFModel(LanguageModel):
         width = getattr(c, "head_dim", None) or (c.hidden_size // heads if heads else 0)
         window = min(getattr(c, "sliding_window", None) or seq_len, seq_len)
         keys = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
-        return 6.0 * (macs + len(self.blocks) * 2 * heads * width * keys)
+        pairs = 12.0 * heads * width * keys
+        fixed = frozen_correction(
+            self, head.weight, getattr(c, "num_experts_per_tok", None) or 1, [pairs] * len(self.blocks)
+        )
+        return 6.0 * (macs + len(self.blocks) * 2 * heads * width * keys) + fixed
 
     def write_hf(self, part: Path, max_shard_size: int) -> None:
         """Config and weights into the folder ``part``, by transformers."""

@@ -72,10 +72,12 @@ class MoE(nn.Module):
         balance = counts.numel() * (counts / x.shape[0] * share.mean(dim=0)).sum()
         return y.view(shape), balance, counts.detach()
 
+    def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        """``gate, up [E, F, D]`` and ``down [E, D, F]`` as they are multiplied with."""
+        return self.gate, self.up, self.down
+
     def _experts(self, rows: Tensor, counts: Tensor) -> Tensor:
-        gate: Tensor = self.gate
-        up: Tensor = self.up
-        down: Tensor = self.down
+        gate, up, down = self._weights()
         device = rows.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -12,7 +13,8 @@ from trainwright.core.registry import register
 from trainwright.models.architecture import Architecture
 from trainwright.models.base import ModelConfig
 from trainwright.models.decoder import Decoder
-from trainwright.models.hf_io import from_pretrained
+from trainwright.models.hf_config import architecture_from_hf
+from trainwright.models.hf_io import from_pretrained, read_json
 
 
 @register("model", "pretrained")
@@ -51,6 +53,11 @@ class PretrainedModelConfig(ModelConfig):
                 )
             changes["balance"] = self.balance  # type: ignore[assignment]
         return dataclasses.replace(arch, **changes)  # type: ignore[arg-type]
+
+    def architecture(self, vocab_size: int) -> Architecture:
+        """That of the folder, without reading weights; ``vocab_size`` is the folder's."""
+        config = read_json(Path(self.path) / "config.json")
+        return self._change(architecture_from_hf(config, self.path))
 
     def build(self, vocab_size: int, seq_len: int) -> Decoder:
         dtype = None if self.dtype == "stored" else self.dtype

@@ -25,6 +25,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trainwright.core.distributed import local_tensor
+from trainwright.objectives.vocab_shard import VocabShard, vocab_shard
+
 # Packing the [V, D] weight is paid once a chunk, so matrix products lose speed below some 512 rows; above this size
 # the buffer costs memory and buys nothing (measured with MKL on x86 at D = 192 and 320, V = 4k and 32k).
 CHUNK_BYTES = 64 << 20
@@ -57,6 +60,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     chunk_tokens: int | None = None,
+    token_losses: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Sum of weighted token losses of a linear head, without ever holding ``[N, V]`` logits.
 
@@ -72,10 +76,16 @@ def linear_cross_entropy(
     Returns ``(loss, metrics)``: the loss is a float32 scalar (float64 for float64 inputs) with gradients for hidden,
     weight and bias; ``metrics`` holds detached sums: ``nll`` (weighted cross-entropy alone, without smoothing or
     z-loss), ``z_loss`` (that term, coefficient included) and ``correct`` (weight of the rows whose argmax is the
-    target; of equal logits the first counts). Half precision inputs and autocast use half precision products with
+    target; of equal logits the first counts). With ``token_losses`` it also holds ``token_nll [N]``, not weighted and 0
+    where the weight is 0. Half precision inputs and autocast use half precision products with
     float32 results on GPUs; CPUs compute in float32, which is faster there. Only first derivatives exist.
+    A ``weight`` (and ``bias``) that is a DTensor cut by rows over one mesh dimension is used as it lies: all ranks pass
+    the same rows and get the same loss and metrics; the gradient of ``hidden`` is this rank's part of a sum over ranks.
     Raises ValueError for shapes or options that do not fit.
     """
+    shard = vocab_shard(weight)
+    if shard is not None:
+        weight, bias = local_tensor(weight), None if bias is None else local_tensor(bias)
     _check(hidden, weight, targets, weights, bias)
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be positive, got {softcap}")
@@ -88,8 +98,11 @@ def linear_cross_entropy(
     options = LossOptions(softcap, scale, z_loss, label_smoothing)
     # inside an autograd.Function grad mode is always off, so what needs a gradient is settled here
     wanted = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
-    loss, parts = _LinearCrossEntropy.apply(hidden, weight, bias, targets, weights, options, chunk_tokens, wanted)
-    return loss, dict(zip(("nll", "z_loss", "correct"), parts.unbind(), strict=True))
+    loss, parts, nll = _LinearCrossEntropy.apply(
+        hidden, weight, bias, targets, weights, options, chunk_tokens, wanted, shard
+    )
+    metrics = dict(zip(("nll", "z_loss", "correct"), parts.unbind(), strict=True))
+    return loss, {**metrics, "token_nll": nll} if token_losses else metrics
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, bias: Tensor | None) -> None:
@@ -240,15 +253,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         options: LossOptions,
         chunk_tokens: int | None,
         wanted: list[bool],
-    ) -> tuple[Tensor, Tensor]:
+        shard: VocabShard | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         dtypes = _product_dtypes(hidden, weight)
         with torch.autocast(hidden.device.type, enabled=False):
-            sums, grads = _forward(hidden, weight, bias, targets, weights, options, chunk_tokens, wanted, dtypes)
+            sums, nll, grads = _forward(
+                hidden, weight, bias, targets, weights, options, chunk_tokens, wanted, dtypes, shard
+            )
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
         ctx.save_for_backward(*grads)
         loss, parts = sums[0].clone(), sums[1:].clone()
-        ctx.mark_non_differentiable(parts)
-        return loss, parts
+        ctx.mark_non_differentiable(parts, nll)
+        return loss, parts, nll
 
     @staticmethod
     @once_differentiable
@@ -261,7 +277,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 scaled = grad * grad_loss.to(grad.dtype) if keep else grad.mul_(grad_loss.to(grad.dtype))
                 grad = scaled.to(dtype)
             out.append(grad)
-        return (*out, None, None, None, None, None)
+        return (*out, None, None, None, None, None, None)
 
 
 def _forward(
@@ -274,8 +290,10 @@ def _forward(
     chunk_tokens: int | None,
     wanted: list[bool],
     dtypes: tuple[torch.dtype, torch.dtype],
-) -> tuple[Tensor, list[Tensor | None]]:
-    """``[loss, nll, z, correct]`` as one tensor, and the gradients of hidden, weight and bias where wanted."""
+    shard: VocabShard | None = None,
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    """``[loss, nll, z, correct]`` as one tensor, each row's nll, and the gradients of hidden, weight and bias where
+    wanted."""
     want_hidden, want_weight, want_bias = wanted
     product, total = dtypes
     want_grad = any(wanted)
@@ -286,9 +304,10 @@ def _forward(
         kept = weights.nonzero().squeeze(1)
         targets, weights = targets[kept], weights[kept]
     rows = targets.shape[0]
-    chunk = min(chunk_tokens, max(rows, 1)) if chunk_tokens else chunk_rows(rows, vocab, total.itemsize)
+    columns = vocab if shard is None else shard.widest
+    chunk = min(chunk_tokens, max(rows, 1)) if chunk_tokens else chunk_rows(rows, columns, total.itemsize)
     products = _Products(weight, bias, options.scale, product, total)
-    loss_of_rows = _row_loss_for(device, total)
+    loss_of_rows = _row_loss_for(device, total) if shard is None else shard.row_loss
 
     empty = rows == 0
     buffer = hidden.new_empty(0 if products.mixed or empty else chunk, vocab, dtype=total)
@@ -321,4 +340,8 @@ def _forward(
     z = options.z_loss * lse.square()
     ce = (1 - s) * nll + s * smooth if s else nll
     sums = torch.stack((ce + z, nll, z, hit)) @ weights
-    return sums, [grad_hidden, grad_weight, grad_bias]
+    if kept is not None:
+        nll = nll.new_zeros(hidden.shape[0]).index_copy_(0, kept, nll)
+    else:  # elsewhere than on the CPU, rows of weight 0 were computed too
+        nll = nll.masked_fill(weights == 0, 0.0)
+    return sums, nll, [grad_hidden, grad_weight, grad_bias]

@@ -8,7 +8,9 @@ rows count each token alike.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+import torch
 from pydantic import Field, NonNegativeFloat, PositiveInt
 from torch import Tensor
 
@@ -23,7 +25,10 @@ from trainwright.objectives.linear_cross_entropy import linear_cross_entropy
 class NextToken:
     """``objective(model, batch) -> Loss``: sum of ``w * (CE + z_loss * lse^2)`` plus the model's auxiliary loss times
     the batch's weight. Metrics, as sums: ``nll``, ``z_loss``, ``correct``, and with a model that has them
-    ``aux_loss`` and its own metrics."""
+    ``aux_loss`` and its own metrics. Of a batch that names its rows' sources (``extras["source"]``, one-hot
+    ``[B, 1, K]``) also ``source_nll_k`` and ``source_weight_k`` of each source k."""
+
+    by_source: ClassVar[bool] = True
 
     z_loss: float = 0.0
     label_smoothing: float = 0.0
@@ -31,6 +36,7 @@ class NextToken:
 
     def __call__(self, model: LanguageModel, batch: Batch) -> Loss:
         weight = batch.weight()
+        source = batch.extras.get("source")
 
         def head(hidden: Hidden) -> tuple[Tensor, dict[str, Tensor]]:
             # All of the loss is made here, inside forward: FSDP has the head gathered, and finds in what forward
@@ -47,7 +53,10 @@ class NextToken:
                 z_loss=self.z_loss,
                 label_smoothing=self.label_smoothing,
                 chunk_tokens=self.chunk_tokens,
+                token_losses=source is not None,
             )
+            if source is not None:
+                metrics |= _by_source(source, metrics.pop("token_nll"), batch.weights)
             scale = weight.to(total.dtype)
             if hidden.aux_loss is not None:
                 aux = hidden.aux_loss * scale
@@ -58,6 +67,14 @@ class NextToken:
 
         total, metrics = model(batch.tokens, positions=batch.positions, doc_ids=batch.doc_ids, head_fn=head)
         return Loss(total, weight, metrics)
+
+
+def _by_source(source: Tensor, token_nll: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    """Sums over the rows of each source: a product with the one-hot matrix, which adds in a fixed order on GPUs too."""
+    rows = torch.stack([(token_nll.view_as(weights) * weights).sum(1), weights.sum(1)]).double()  # [2, B]
+    nll, weight = rows @ source.flatten(1).to(rows.dtype)  # [K] each
+    named = {f"source_nll_{k}": x for k, x in enumerate(nll.unbind())}
+    return named | {f"source_weight_{k}": x for k, x in enumerate(weight.unbind())}
 
 
 @register("objective", "next_token")

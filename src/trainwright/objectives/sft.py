@@ -14,9 +14,9 @@ from trainwright.objectives.next_token import NextTokenConfig
     "objective",
     "sft",
     requires={
-        "source.chat": "fine-tuning needs data that tells answers from questions; add a source of name chat, or set "
-        "objective=next_token to train on every token"
+        "source.chat|source.panda_llm|source.tint": "fine-tuning needs data that tells answers from questions; add a "
+        "source of name chat, or set objective=next_token to train on every token"
     },
 )
 class SftConfig(NextTokenConfig):
-    """Next-token cross-entropy on the assistant's tokens of chat data; refuses data without a loss mask."""
+    """Next-token cross-entropy on the answers of chat or instruction data; refuses data without a loss mask."""

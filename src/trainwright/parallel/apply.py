@@ -1,7 +1,7 @@
-"""Data parallelism over a built model: DDP, FSDP2, HSDP. The model itself does not know.
+"""A built model made parallel: every dimension in turn, data parallelism (DDP, FSDP2, HSDP) last. It does not know.
 
 The loop divides the loss by the weight of the global batch, so the gradients of the ranks have to be added up. DDP and
-FSDP2 take their mean (gloo has no scaled sum), hence ``loss_scale``, the number of ranks.
+FSDP2 take their mean (gloo has no scaled sum), hence ``loss_scale``, the number of ranks that see different tokens.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from trainwright.core.batch import Batch
 from trainwright.core.errors import ConfigError
 from trainwright.models.base import LanguageModel
-from trainwright.parallel.config import ParallelConfig
+from trainwright.parallel.config import ParallelConfig, context_method
+from trainwright.parallel.context.base import ContextParallel
 from trainwright.parallel.mesh import Mesh
 from trainwright.parallel.weights import check_same_build, fill_from_first_rank, model_state
 
@@ -32,6 +35,11 @@ class Parallelized:
     module: nn.Module
     loss_scale: float = 1.0  # multiplies the loss, where the reduction is a mean over ranks
     accumulate: str = "sharded"
+    copies: int = 1  # ranks that compute the same loss (tp): a sum over all ranks counts it that often
+    weight_copies: int = 1  # ranks that hold the same loss weights (tp x pp)
+    context: ContextParallel | None = None  # spreads the tokens of a micro-batch over ranks
+    context_size: int = 1  # ranks of that group
+    pipeline: Any = None  # this rank's stages; None: the whole model is here
 
     @contextmanager
     def no_sync(self, *, last_micro_batch: bool) -> Iterator[None]:
@@ -52,6 +60,10 @@ class Parallelized:
 
     def state(self) -> dict[str, Tensor]:
         return model_state(self.model)
+
+    def shard(self, batch: Batch) -> Batch:
+        """This rank's part of a micro-batch that the ranks of its context group hold."""
+        return batch if self.context is None else self.context.shard(batch)
 
 
 class _Replica(DistributedDataParallel):
@@ -89,27 +101,49 @@ def parallelize(
         model = model.to(device)
         return Parallelized(model, model)
     from_first = check_same_build(model, device)
+    degrees = mesh.degrees
+    spread: dict[str, Any] = {
+        "loss_scale": float(mesh.dp_size * degrees.cp),
+        "copies": degrees.tp,
+        "weight_copies": degrees.tp * degrees.pp,
+        "context_size": degrees.cp,
+        "context": _spread_context(model, mesh, config) if degrees.cp > 1 else None,
+    }
+    sharded = degrees.dp_shard > 1
     trained = any(p.requires_grad for p in model.parameters())
-    if mesh.degrees.dp_shard == 1:
-        fill = fill_from_first_rank(model, device) if from_first else contextlib.nullcontext()
-        with fill:
-            model = model.to_empty(device=device) if _on_meta(model) else model.to(device)
-        if not trained:
-            return Parallelized(model, model)  # nothing to reduce, and DDP refuses such a model
-        wrapped = _Replica(
-            model,
-            process_group=mesh.group("dp_replicate"),
-            gradient_as_bucket_view=True,
-            find_unused_parameters=config.find_unused_parameters,
-        )
-        # Buffers change the same way on every rank. Broadcasting them at each forward costs a collective, and would
-        # overwrite what a rank has counted since the last step.
-        wrapped.broadcast_buffers = False
-        return Parallelized(model, wrapped, loss_scale=float(mesh.dp_size))
+    reduced = mesh.dp_size * degrees.cp > 1 and trained  # else no gradient has to be added up
     with fill_from_first_rank(model, device) if from_first else contextlib.nullcontext():
-        _fully_shard(model, mesh, config, precision)
+        if degrees.tp > 1:
+            from trainwright.parallel.tensor import apply_tensor_parallel
+
+            apply_tensor_parallel(model, cast(DeviceMesh, mesh.submesh("tp")), config.sequence_parallel)
+        # DDP takes plain parameters; what is cut already is replicated by FSDP2's machinery.
+        if sharded or (reduced and degrees.tp > 1):
+            _fully_shard(model, mesh, config, precision)
         model = model.to_empty(device=device) if _on_meta(model) else model.to(device)
-    return Parallelized(model, model, loss_scale=float(mesh.dp_size), accumulate=config.accumulate)
+    if sharded or not reduced or degrees.tp > 1:
+        return Parallelized(model, model, accumulate=config.accumulate, **spread)
+    wrapped = _Replica(
+        model,
+        process_group=mesh.group("dp_replicate", "cp"),
+        gradient_as_bucket_view=True,
+        find_unused_parameters=config.find_unused_parameters,
+    )
+    # Buffers change the same way on every rank. Broadcasting them at each forward costs a collective, and would
+    # overwrite what a rank has counted since the last step.
+    wrapped.broadcast_buffers = False
+    return Parallelized(model, wrapped, **spread)
+
+
+def _spread_context(model: LanguageModel, mesh: Mesh, config: ParallelConfig) -> ContextParallel:
+    """Swap the attention of ``model`` for one over the ranks of the context group."""
+    method = context_method(config)
+    decoder = cast(Any, model)
+    context = method.build(mesh, decoder.arch.n_heads // mesh.degrees.tp)
+    decoder.plan_attention = context.plan
+    for block in decoder.blocks:
+        block.attn.attend = context.attend
+    return context
 
 
 def _on_meta(model: nn.Module) -> bool:
@@ -119,9 +153,16 @@ def _on_meta(model: nn.Module) -> bool:
 def _fully_shard(model: LanguageModel, mesh: Mesh, config: ParallelConfig, precision: Any) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    over = mesh.submesh("dp_replicate", "dp_shard")
+    over = mesh.data_mesh()
     reduce_dtype = torch.promote_types(torch.float32, next(model.parameters()).dtype)
     policy = MixedPrecisionPolicy(param_dtype=precision.fsdp_param_dtype, reduce_dtype=reduce_dtype)
+    if mesh.degrees.dp_shard == 1:
+        from torch.distributed._composable.replicate_with_fsdp import replicate
+
+        for block in model.blocks:
+            replicate(block, mesh=over, mp_policy=policy)
+        replicate(model, mesh=over, mp_policy=policy)
+        return
     for block in model.blocks:
         fully_shard(block, mesh=over, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
     # The root holds embedding, last norm and head (tied or not): used at both ends of the forward pass, so they stay.

@@ -3,28 +3,50 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator
 
 from trainwright.core.errors import ConfigError
+from trainwright.core.registry import Slot, build
+from trainwright.parallel.context.base import ContextConfig
 
-_LATER = ("tp", "pp", "cp", "ep")
+_LATER = ("pp", "ep")  # degrees that are declared and not yet built
 
 
 @dataclass(frozen=True)
 class Degrees:
-    """Resolved degrees; their product is the world size. Expert parallelism re-uses ranks of the others."""
+    """Resolved degrees; their product is the world size. Expert parallelism re-uses ranks: ``ep`` divides
+    ``dp_shard * cp`` and the experts lie on that many of them."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
     pp: int = 1
+    ep: int = 1
 
     @property
     def world_size(self) -> int:
         return self.dp_replicate * self.dp_shard * self.cp * self.tp * self.pp
+
+
+class PipelineSection(BaseModel):
+    """How a pipeline's stages work together."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=True)
+
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = Field(
+        "1f1b",
+        description="gpipe (arXiv:1811.06965), 1f1b (arXiv:2006.09503), interleaved (arXiv:2104.04473): several "
+        "stages a rank; zero_bubble (arXiv:2401.10241): the V schedule, two stages a rank.",
+    )
+    stages_per_rank: PositiveInt = Field(
+        1, description="Stages of a rank; more than 1 for interleaved, 2 for zero_bubble."
+    )
+    layers: list[PositiveInt] | None = Field(
+        None, description="Layers of each stage, in order; null: as even as they go, the first and last stage fewer."
+    )
 
 
 class ParallelConfig(BaseModel):
@@ -40,6 +62,13 @@ class ParallelConfig(BaseModel):
     pp: PositiveInt = Field(1, description="Pipeline stages.")
     cp: PositiveInt = Field(1, description="Context-parallel degree.")
     ep: PositiveInt = Field(1, description="Expert-parallel degree.")
+    sequence_parallel: bool = Field(
+        True, description="tp: norms and the residual stream hold 1 / tp of a row's tokens on each rank."
+    )
+    context: Annotated[ContextConfig | None, Slot("context", optional=True)] = Field(
+        None, description="cp: how a row's tokens are spread; null: ring."
+    )
+    pipeline: PipelineSection = Field(default_factory=PipelineSection)
     reshard_after_forward: bool = Field(
         True, description="FSDP2: free a block's gathered parameters after its forward pass."
     )
@@ -68,22 +97,49 @@ class ParallelConfig(BaseModel):
                     key=f"parallel.{key}",
                     value=getattr(self, key),
                 )
+        others = self.dp_shard * self.cp * self.tp * self.pp
         replicate = self.dp_replicate
         if replicate == -1:
-            if world_size % self.dp_shard:
-                legal = [d for d in range(1, world_size + 1) if world_size % d == 0]
-                raise ConfigError(
-                    f"does not divide the world size {world_size}; use one of {', '.join(map(str, legal))}, "
-                    "or start another number of processes (--nproc)",
-                    key="parallel.dp_shard",
-                    value=self.dp_shard,
-                )
-            replicate = world_size // self.dp_shard
-        asked = replicate * self.dp_shard
-        if asked != world_size:
+            if world_size % others:
+                raise ConfigError(self._misfit(world_size, others), key="parallel")
+            replicate = world_size // others
+        if replicate * others != world_size:
+            named = [("dp_replicate", replicate), *((k, getattr(self, k)) for k in ("dp_shard", "cp", "tp", "pp"))]
+            product = " x ".join(f"{k}={v}" for k, v in named if v > 1 or k in ("dp_replicate", "dp_shard"))
             raise ConfigError(
-                f"dp_replicate={replicate} x dp_shard={self.dp_shard} = {asked} processes, but there are "
-                f"{world_size}; start that many (--nproc {asked}) or change the degrees",
+                f"{product} = {replicate * others} processes, but there are {world_size}; start that many "
+                f"(--nproc {replicate * others}) or change the degrees",
                 key="parallel",
             )
-        return Degrees(replicate, self.dp_shard)
+        if (self.dp_shard * self.cp) % self.ep:
+            raise ConfigError(
+                f"does not divide dp_shard x cp = {self.dp_shard * self.cp}, the ranks that the experts lie on; use "
+                f"{_choices(self.dp_shard * self.cp)}",
+                key="parallel.ep",
+                value=self.ep,
+            )
+        return Degrees(replicate, self.dp_shard, self.cp, self.tp, self.pp, self.ep)
+
+    def _misfit(self, world_size: int, others: int) -> str:
+        """What to say where the degrees do not divide the number of processes."""
+        named = [(k, getattr(self, k)) for k in ("dp_shard", "cp", "tp", "pp") if getattr(self, k) > 1]
+        if len(named) == 1:
+            key, value = named[0]
+            return (
+                f"{key}={value} does not divide the world size {world_size}; use one of "
+                f"{_choices(world_size)}, or start another number of processes (--nproc)"
+            )
+        product = " x ".join(f"{k}={v}" for k, v in named)
+        return (
+            f"{product} = {others} does not divide the world size {world_size}; start {others} processes or a "
+            f"multiple (--nproc {others}), or lower one of them"
+        )
+
+
+def _choices(n: int) -> str:
+    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+
+
+def context_method(config: ParallelConfig) -> ContextConfig:
+    """How rows are spread where ``cp`` is above 1."""
+    return config.context or cast(ContextConfig, build("context", "ring"))

@@ -74,6 +74,24 @@ class Mesh:
             return None
         return self.mesh if used == self.mesh.mesh_dim_names else self.mesh[used]
 
+    def data_mesh(self) -> DeviceMesh | None:
+        """The mesh that gradients are added up over: replicas, and shards together with the ranks of a context group.
+
+        One dimension, or two where there are replicas of sharded models. A collective at the first call."""
+        degrees = self.degrees
+        if self.mesh is None:
+            return None
+        inner = self._flat("dp_shard", "cp") if degrees.dp_shard > 1 else self._flat("dp_replicate", "cp")
+        if degrees.dp_shard == 1 or degrees.dp_replicate == 1:
+            return inner
+        if degrees.cp == 1:
+            return self.submesh("dp_replicate", "dp_shard")
+        return self.mesh["dp_replicate", "dp_shard_cp"]
+
+    def _flat(self, *dims: str) -> DeviceMesh | None:
+        sub = self.submesh(*dims)
+        return sub if sub is None or sub.ndim == 1 else sub._flatten("_".join(dims))
+
     def group(self, *dims: str) -> dist.ProcessGroup | None:
         """The process group over those of ``dims`` together; None when all have degree 1.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -12,11 +12,12 @@ from trainwright.core.batch import Batch
 from trainwright.core.distributed import all_reduce_sum
 from trainwright.core.seeds import rng_state, set_rng_state
 from trainwright.objectives.base import Objective
+from trainwright.parallel.apply import Parallelized
 from trainwright.train.executor import forward_only
 
 
 def evaluate(
-    module: torch.nn.Module,
+    module: Parallelized | torch.nn.Module,
     objective: Objective,
     batches: Iterable[Batch],
     device: torch.device,
@@ -28,12 +29,18 @@ def evaluate(
     ``extras["target_bytes"]``. All ranks must have the same number of batches. Random state is left as it was.
     """
     state = rng_state()
-    was_training = module.training
-    module.eval()
+    spread = module if isinstance(module, Parallelized) else None
+    whole = spread.module if spread is not None else cast(torch.nn.Module, module)
+    was_training = whole.training
+    whole.eval()
+    # How often a sum over all ranks counts the nats, and the weights and bytes.
+    copies = (spread.copies, spread.weight_copies, spread.weight_copies) if spread is not None else (1, 1, 1)
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # nats, weight, bytes
     try:
         for batch in batches:
             batch = batch.to(device)
+            if spread is not None:
+                batch = spread.shard(batch)
             loss = forward_only(module, objective, batch, precision)
             nats = loss.metrics.get("nll", loss.sum)
             size = (
@@ -41,9 +48,10 @@ def evaluate(
             )
             totals += torch.stack([nats.double(), loss.weight.double(), size.double()])
     finally:
-        module.train(was_training)
+        whole.train(was_training)
         set_rng_state(state)
-    nats, weight, size = all_reduce_sum(totals).tolist()
+    totals = all_reduce_sum(totals) / torch.tensor(copies, dtype=totals.dtype, device=device)
+    nats, weight, size = totals.tolist()
     if weight == 0:
         return {"val_loss": math.nan, "val_perplexity": math.nan, "val_tokens": 0}
     mean = nats / weight

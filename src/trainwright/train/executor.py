@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from trainwright.core.batch import Batch
 from trainwright.core.distributed import all_reduce_sum, max_over_ranks
 from trainwright.memory.fused_backward import FusedBackward
-from trainwright.objectives.base import Objective
+from trainwright.objectives.base import Loss, Objective
 from trainwright.parallel.apply import Parallelized
+from trainwright.parallel.context.base import ContextParallel
 
 
 @dataclass
@@ -55,7 +56,9 @@ class AutogradExecutor:
         self.micro_batch_size, self.precision = micro_batch_size, precision
         self.budget, self.device = budget, device
 
-    def micro_batches(self, batch: Batch) -> list[Batch]:
+    def micro_batches(self, batch: Batch, context: ContextParallel | None = None) -> list[Batch]:
+        if context is not None:
+            return context.micro_batches(batch, self.micro_batch_size)
         if self.budget is None:
             return batch.split(self.micro_batch_size)
         from trainwright.data.odb_rows import micro_batches
@@ -66,9 +69,12 @@ class AutogradExecutor:
 
     def run(self, parallel: Parallelized, objective: Objective, batch: Batch) -> StepResult:
         weight = batch.weight()
-        weight = all_reduce_sum(weight if self.device is None else weight.to(self.device))
+        if self.device is not None:
+            weight = weight.to(self.device)
+        # Ranks of one context group hold the same rows: all of them count the whole, and it is divided again.
+        weight = all_reduce_sum(weight) / (parallel.weight_copies * parallel.context_size)
         inverse = torch.where(weight > 0, parallel.loss_scale / weight, torch.zeros_like(weight)).float()
-        micro_batches = self.micro_batches(batch)
+        micro_batches = self.micro_batches(batch, parallel.context)
         loss_sum = torch.zeros_like(weight)
         metrics: dict[str, Tensor] = {}
         positions = 0
@@ -89,6 +95,12 @@ class AutogradExecutor:
         return StepResult(loss_sum, weight, metrics, positions)
 
 
-def forward_only(module: nn.Module, objective: Objective, batch: Batch, precision: Any) -> Any:
+def forward_only(module: Parallelized | nn.Module, objective: Objective, batch: Batch, precision: Any) -> Loss:
+    """The loss of a batch without gradients; of what is made parallel, of this rank's part (``shard``) of a batch."""
+    if isinstance(module, Parallelized):
+        if module.pipeline is not None:
+            found: Loss = module.pipeline.forward_only(objective, batch, precision)
+            return found
+        module = module.module
     with torch.no_grad(), precision.autocast():
         return objective(module, batch)  # type: ignore[arg-type]

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trainwright.core.errors import ConfigError
 from trainwright.data.tokenizers.base import Tokenizer
 from trainwright.models.base import LanguageModel
@@ -22,6 +20,7 @@ def make_harness_model(model: LanguageModel, tokenizer: Tokenizer, batch_size: i
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
     from trainwright.models.generate import generate
+    from trainwright.models.scoring import continuation_logprobs
 
     class HarnessModel(TemplateLM):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -43,37 +42,14 @@ def make_harness_model(model: LanguageModel, tokenizer: Tokenizer, batch_size: i
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
             return list(tokenizer.encode(string))
 
-        @torch.no_grad()
         def _loglikelihood_tokens(
             self, requests: Sequence[Any], disable_tqdm: bool = False, **kwargs: Any
         ) -> list[tuple[float, bool]]:
-            # Longest first: rows of a batch have like lengths, and a batch that does not fit fails at once.
-            order = sorted(range(len(requests)), key=lambda i: -(len(requests[i][1]) + len(requests[i][2])))
-            out: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
-            for start in range(0, len(order), batch_size):
-                chunk = order[start : start + batch_size]
-                # The context is cut from the left; a continuation is never cut.
-                rows = []
-                for i in chunk:
-                    continuation = list(requests[i][2])
-                    if len(continuation) > self.max_length:
-                        raise ConfigError(
-                            f"a continuation of {len(continuation)} tokens does not fit the model's {self.max_length}",
-                            key="tasks",
-                        )
-                    rows.append((list(requests[i][1]) + continuation)[-(self.max_length + 1) :])
-                width = max(len(r) for r in rows) - 1
-                tokens = torch.full((len(rows), width), tokenizer.pad_id, dtype=torch.int64)
-                for j, row in enumerate(rows):
-                    tokens[j, : len(row) - 1] = torch.tensor(row[:-1])
-                logprobs = model(tokens.to(self._device)).float().log_softmax(-1)  # [B, T, V]
-                for j, (i, row) in enumerate(zip(chunk, rows, strict=True)):
-                    n = len(requests[i][2])
-                    targets = torch.tensor(row[-n:], device=self._device)
-                    scored = logprobs[j, len(row) - 1 - n : len(row) - 1]  # [n, V]
-                    total = scored.gather(-1, targets[:, None]).sum().item()
-                    out[i] = (total, bool((scored.argmax(-1) == targets).all()))
-            return out
+            pairs = [(request[1], request[2]) for request in requests]
+            return [
+                (score.logprob, score.greedy)
+                for score in continuation_logprobs(model, pairs, tokenizer.pad_id, batch_size, self.max_length)
+            ]
 
         def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
             totals = []

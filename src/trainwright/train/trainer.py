@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +23,8 @@ from trainwright.core.params import named_params
 from trainwright.core.registry import build as build_method
 from trainwright.core.seeds import derive, rng_state, seed_everything, set_rng_state
 from trainwright.memory.fused_backward import FusedBackward, FusedBackwardConfig, fused_backward
+from trainwright.models.architecture import Architecture
+from trainwright.objectives.base import RunContext
 from trainwright.optim.base import reported, swapped_for_evaluation
 from trainwright.optim.state import allocate_named_state, load_named_state, named_state, optimizer_state_bytes
 from trainwright.resilience.base import StepInfo
@@ -30,6 +32,10 @@ from trainwright.resilience.policy import Decision, Policy
 from trainwright.train import run_dir as run_folder
 from trainwright.train.evaluate import evaluate
 from trainwright.train.executor import AutogradExecutor
+from trainwright.train.interaction import build_interaction
+
+if TYPE_CHECKING:
+    from trainwright.parallel.comm.trace import CommTrace
 
 log = logging.getLogger("trainwright")
 
@@ -54,11 +60,14 @@ class Trainer:
 
     def __init__(self, config: RunConfig, resume: bool = False):
         from trainwright.parallel.apply import parallelize
+        from trainwright.parallel.legal import check_cut
         from trainwright.parallel.mesh import build_mesh, init_distributed
 
         started = time.perf_counter()
         self.config, self.resume = config, resume
         degrees = config.parallel.resolve(launched_world_size())
+        if degrees.world_size > 1:
+            check_cut(degrees, config.parallel, _architecture(config), config.train.seq_len)
         self.device = _device(config)
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -110,11 +119,14 @@ class Trainer:
         budget = micro * config.train.seq_len if config.data.batcher.regroups else None
         self.fused_backward = self._fused_backward(fused, micro, budget) if fused else None
         self.executor = AutogradExecutor(micro, self.precision, budget, self.device, self.fused_backward)
+        self.interaction = build_interaction(self)
         self.monitors = [(m.name, m.build()) for m in config.monitors]
         self.policy = self._build_policy()
         self.progress = Progress()
         self._tensors = [n.param for n in self.params]
         self._stop_signal: int | None = None
+        self._trace: CommTrace | None = None
+        self._prepare_objective()
         self._open_run()
         # Draws of the training itself (dropout, ...) differ between data-parallel ranks.
         seed_everything(derive(config.run.seed, "training", self.mesh.dp_rank))
@@ -125,9 +137,10 @@ class Trainer:
     # -- building -----------------------------------------------------------------------------------------------
 
     def _build_data(self) -> None:
-        from trainwright.data.module import build_data, build_tokenizer
+        from trainwright.data.module import build_card, build_data, build_tokenizer
 
         config = self.config
+        self.data_card = build_card(config.data)
         spec = config.tokenizer
         if spec is None:
             path = config.model.tokenizer_path()
@@ -140,11 +153,13 @@ class Trainer:
             seed=derive(config.run.seed, "data"),
             rank=self.mesh.dp_rank,
             world_size=self.mesh.dp_size,
+            global_batch_rows=self.rows,
         )
         epochs = config.train.epochs
         # With epochs the last step takes what is left, filled up with padding, and not rows of the next epoch.
         self._max_rows = None if epochs is None else max(1, math.ceil(epochs * self.data.rows_per_epoch))
-        self.loader = self.data.train_loader(self.rows, self._max_rows)
+        steps = None if self._by_clock else self._total_steps()
+        self.loader = self.data.train_loader(self.rows, self._max_rows, steps)
 
     def _micro_batch_size(self) -> int:
         config = self.config.train
@@ -184,6 +199,37 @@ class Trainer:
         r = self.config.recovery
         return Policy(max_rollbacks=r.max_rollbacks, lr_factor=r.lr_factor, skip_steps=r.skip_steps)
 
+    def _prepare_objective(self) -> None:
+        """Tell an objective that asks for it what it trains with."""
+        prepare = getattr(self.objective, "prepare", None)
+        if prepare is None:
+            return
+        from trainwright.train.runs import open_model
+
+        def open_quietly(path: str, checkpoint: str) -> Any:
+            """Building a model draws weights; that must not shift the draws of training."""
+            state = rng_state()
+            try:
+                return open_model(path, checkpoint, str(self.device))
+            finally:
+                set_rng_state(state)
+
+        context = RunContext(
+            tokenizer=self.tokenizer,
+            seq_len=self.config.train.seq_len,
+            total_steps=self.total_steps,
+            resumed=self.resume,
+            device=self.device,
+            tokens_per_step=self.config.train.global_batch_tokens,
+            flops_per_token=self.flops_per_token,
+            open_model=open_quietly,
+            training_sets=self.data.train,
+            cache_dir=self.config.data.cache(),
+            split=next((d for d in ("tp", "cp", "pp") if getattr(self.mesh.degrees, d) > 1), ""),
+        )
+        with _naming("objective"):
+            prepare(context)
+
     def _open_run(self) -> None:
         from trainwright.train.checkpoint import Checkpointer
         from trainwright.train.environment import environment
@@ -204,6 +250,8 @@ class Trainer:
         if is_main():
             folder = config.run_dir
             run_folder.write_json(folder / "environment.json", environment())
+            trained = {n: {"documents": d.num_docs, "tokens": d.num_tokens} for n, d in self.data.train.items()}
+            run_folder.write_json(folder / "data_card.json", {**self.data_card, "trained_on": trained})
             self.tokenizer.save(folder / "tokenizer")
             self.metrics = MetricsWriter(folder / "metrics.jsonl")
             self.loggers = [spec.build(config, folder) for spec in config.log.loggers]  # type: ignore[attr-defined]
@@ -224,6 +272,7 @@ class Trainer:
         meta = {
             "progress": vars(self.progress),
             "loader": self.loader.state_dict(),
+            "interaction": None if self.interaction is None else self.interaction.state_dict(),
             "optimizer": state["scalars"],
             "average": self.average.state_dict()["scalars"] if self.average else None,
             "clip": self.clip.state_dict(),
@@ -274,6 +323,8 @@ class Trainer:
         self.precision.load_state_dict(meta["precision"])
         self.progress = Progress(**meta["progress"])
         if loader:
+            if self.interaction is not None:
+                self.interaction.load_state_dict(meta.get("interaction"))
             self.loader.load_state_dict(meta["loader"])
             for name, monitor in self.monitors:
                 if name in meta["monitors"]:
@@ -302,7 +353,8 @@ class Trainer:
                 summary |= self._validate()
             while not self._finished():
                 try:
-                    row, verdict = self._step()
+                    with self._comm_trace() as trace:
+                        row, verdict = self._step(trace)
                 except StopIteration:  # a rollback has passed over data, so that the epochs end before the steps
                     break
                 summary |= row
@@ -366,11 +418,36 @@ class Trainer:
         by_clock = int(self.total_steps * min(self.progress.seconds / seconds, 1.0))
         return min(max(self.progress.step, by_clock), self.total_steps - 1)
 
-    def _step(self) -> tuple[dict[str, Any], Decision]:
+    @contextmanager
+    def _comm_trace(self) -> Iterator[CommTrace | None]:
+        """Records this step's collectives where the recipe asks for it; written when the last one is in."""
+        steps, step = self.config.log.comm_trace, self.progress.step
+        if steps is None or self.mesh.world_size == 1 or not 1 <= step <= steps:
+            yield None
+            return
+        from trainwright.parallel.comm.trace import CommTrace
+
+        self._trace = self._trace or CommTrace()
+        with self._trace:
+            yield self._trace
+        if step == steps:
+            self.config.run_dir.joinpath("comm").mkdir(exist_ok=True)
+            self._trace.export(self.config.run_dir / "comm" / f"rank-{self._trace.rank}.json")
+            self._trace = None
+
+    def _step(self, trace: CommTrace | None = None) -> tuple[dict[str, Any], Decision]:
+        before = trace.summary() if trace is not None else None
         t0 = time.perf_counter()
+        at_step = getattr(self.objective, "at_step", None)
+        if at_step is not None:
+            at_step(self._position())
+        if self.interaction is not None:
+            self.interaction.before_step(self.progress.step)
         batch = self.loader.next_batch()
         if self.executor.budget is None:
             batch = batch.to(self.device)
+        if self.interaction is not None:
+            batch = self.interaction.prepare(self.progress.step, batch)
         t1 = time.perf_counter()
         if self.fused_backward is not None:
             self._set_lr()  # the steps are taken within
@@ -384,7 +461,7 @@ class Trainer:
         seconds_so_far = time.perf_counter() - t0 if is_main() else 0.0
         flag = 1.0 if self._stop_signal is not None else 0.0
         host = torch.tensor([result.positions, seconds_so_far, flag], dtype=torch.float64).to(self.device)
-        sums = torch.stack([result.loss_sum, *result.metrics.values()])
+        sums = torch.stack([result.loss_sum, *result.metrics.values()]) / self.parallel.copies
         sums = all_reduce_sum(torch.cat([sums, host]))
         *values, positions, step_seconds, stop_flags, weight, norm = torch.cat(
             [sums, result.weight.reshape(1), grad_norm.double().reshape(1)]
@@ -392,14 +469,17 @@ class Trainer:
         per_token = [v / weight if weight else 0.0 for v in values]
         loss = per_token[0]
 
-        info = StepInfo(step=self.progress.step + 1, loss=loss, grad_norm=norm)
+        watched = getattr(self.objective, "watched", None)
+        judged = per_token[1 + names.index(watched)] if watched in names else loss
+        info = StepInfo(step=self.progress.step + 1, loss=judged, grad_norm=norm)
         if self.precision.scaler is not None and math.isfinite(loss) and not math.isfinite(norm):
             verdict = Decision()  # an overflow: the scaler itself skips the update and lowers its scale
         else:
             verdict = self.policy.decide(info.step, [(name, m.inspect(info)) for name, m in self.monitors])
             if verdict.action == "skip" and self.fused_backward is not None:
-                reason = f"{verdict.reason}; fused_backward has stepped already"
-                verdict = replace(verdict, action="stop", reason=reason)
+                verdict = replace(
+                    verdict, action="stop", reason=f"{verdict.reason}; fused_backward has stepped already"
+                )
         t3 = time.perf_counter()
         lr = self._set_lr()
         if verdict.action != "ok":
@@ -435,8 +515,13 @@ class Trainer:
             "time_optimizer": t4 - t3,
         }
         row |= dict(zip(names, per_token[1:], strict=True))
+        if self.interaction is not None:
+            row = self.interaction.after_step(p.step, row)
         if self.precision.scaler is not None:
             row["overflows"] = self.precision.overflows
+        if trace is not None and before is not None:
+            now = trace.summary()
+            row |= {"comm_bytes": now.bytes - before.bytes, "comm_wait": now.waited - before.waited}
         row["interrupted"] = stop_flags > 0
         self._emit(row, verdict)
         return row, verdict
@@ -475,13 +560,11 @@ class Trainer:
         )
 
     def _validate(self) -> dict[str, float]:
-        figures = evaluate(self.parallel.module, self.objective, self._validation(), self.device, self.precision)
+        figures = evaluate(self.parallel, self.objective, self._validation(), self.device, self.precision)
         swapped = swapped_for_evaluation(self.average, self.optimizer)
         if swapped is not None:
             with swapped:
-                averaged = evaluate(
-                    self.parallel.module, self.objective, self._validation(), self.device, self.precision
-                )
+                averaged = evaluate(self.parallel, self.objective, self._validation(), self.device, self.precision)
             figures = {f"{k}_live": v for k, v in figures.items()} | averaged
         loss = figures["val_loss"]
         if loss < self.progress.best_loss:
@@ -513,7 +596,7 @@ class Trainer:
             if row["step"] == 1 or "optimizer_state_bytes" not in self.progress.extra:
                 self.progress.extra["optimizer_state_bytes"] = optimizer_state_bytes(self.optimizer)
             row["optimizer_state_bytes"] = self.progress.extra["optimizer_state_bytes"]
-            row |= reported(self.optimizer) | reported(self.clip)
+            row |= reported(self.optimizer) | reported(self.clip) | reported(self.objective)
             shown = {k: v for k, v in row.items() if k != "interrupted"}
             self.metrics.write(shown)
             for logger in self.loggers:
@@ -576,6 +659,12 @@ def _naming(section: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         raise error.under(section) from None
+
+
+def _architecture(config: RunConfig) -> Architecture | None:
+    """That of one of our own decoders; None for other models."""
+    find = getattr(config.model, "architecture", None)
+    return None if find is None else find(getattr(config.model, "vocab_size", None) or 1)
 
 
 def _due(every: int | None, step: int) -> bool:

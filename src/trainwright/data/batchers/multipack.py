@@ -33,20 +33,23 @@ def first_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
     num_bins = 0
     for items in np.split(order, cuts) if len(sizes) else []:
         size = int(sizes[items[0]])
-        fits = np.flatnonzero(rooms >= size)
-        each = rooms[fits] // size
-        before = np.cumsum(each) - each
-        each = np.clip(len(items) - before, 0, each)
-        placed = int(each.sum())
-        bins[items[:placed]] = np.repeat(opened[fits], each)
-        rooms[fits] -= each * size
+        # Methods and not functions of NumPy: some ten calls for each length are all that this costs.
+        fits = (rooms >= size).nonzero()[0]
+        placed = 0
+        if len(fits):
+            each = rooms[fits] // size
+            left_over = len(items) - (each.cumsum() - each)
+            each = np.minimum(np.maximum(left_over, 0), each)
+            placed = int(each.sum())
+            bins[items[:placed]] = opened[fits].repeat(each)
+            rooms[fits] -= each * size
         left = len(items) - placed
         if left:
             per_bin = capacity // size
             new = np.arange(num_bins, num_bins - (-left // per_bin))
             counts = np.full(len(new), per_bin)
             counts[-1] = left - per_bin * (len(new) - 1)
-            bins[items[placed:]] = np.repeat(new, counts)
+            bins[items[placed:]] = new.repeat(counts)
             num_bins += len(new)
             opened, rooms = np.concatenate([opened, new]), np.concatenate([rooms, capacity - counts * size])
         usable = rooms >= smallest

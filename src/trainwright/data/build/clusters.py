@@ -68,6 +68,7 @@ def cluster(
     verify: Verify,
     max_steps: int | None = 2,
     eligible: NDArray[np.bool_] | None = None,
+    candidates: Callable[[NDArray[np.bool_]], tuple[NDArray[np.uint64], bool]] | None = None,
 ) -> Clusters:
     """Clusters of ``count`` documents.
 
@@ -75,6 +76,8 @@ def cluster(
     candidate pair; ``verify`` says how similar they are. The best document that is not yet in a cluster is kept and
     takes the documents within ``max_steps`` verified pairs from it (None: all that it reaches, the connected component
     of union-find). What is left is looked at again until nothing is removed, so a second run removes nothing.
+    ``candidates`` stands in for ``bands`` where these lie on other machines: from the documents that are still looked
+    at, the candidate pairs, sorted, as first << 32 | second, and whether a bucket was too large to give all its pairs.
     Memory: 8 bytes a candidate pair, and 17 bytes a document, plus the working memory of KEYS_AT_ONCE keys.
     """
     keeper = np.arange(count, dtype=np.int64)
@@ -86,11 +89,12 @@ def cluster(
         rounds += 1
         again = False
         codes = np.zeros(0, np.uint64)
+        if candidates is not None:
+            codes, again = candidates(alive)
         for keys in bands():
             for pairs, cut in _band_pairs(keys, alive):
                 again = again or cut
-                first, second = pairs.astype(np.uint64).T
-                codes = np.union1d(codes, first << np.uint64(32) | second)
+                codes = np.union1d(codes, pair_codes(pairs))
         looked_at += len(codes)
         linked: list[Pairs] = []
         strength: list[NDArray[np.float64]] = []
@@ -107,6 +111,12 @@ def cluster(
         again = again and removed > 0
     _settle(keeper)
     return Clusters(keeper, similarity, looked_at, edges, rounds)
+
+
+def pair_codes(pairs: Pairs) -> NDArray[np.uint64]:
+    """A number for each pair, in the order of the pairs."""
+    first, second = pairs.astype(np.uint64).T
+    return first << np.uint64(32) | second
 
 
 def _band_pairs(keys: NDArray[np.uint64], alive: NDArray[np.bool_]) -> Iterator[tuple[Pairs, bool]]:

@@ -38,6 +38,7 @@ from trainwright.data.build.seen import SeenHashes
 from trainwright.data.build.stage import chunks, parallel_map
 from trainwright.data.build.statistics import Drop, Sample, Statistics, excerpt
 
+_Cluster = Callable[[Index, NDArray[np.int64], NDArray[np.bool_]], Clusters]
 Scope = Literal["global", "local"]
 Keep = Literal["longest", "first"]
 Verification = Literal["exact", "signature", "none"]
@@ -107,12 +108,14 @@ class _Dedup:
         if spool is not None:
             spool.close()
 
-    def _decide(self, index: Index) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]:
+    def _decide(
+        self, index: Index, cluster: _Cluster | None = None
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]:
         """Per document in the order of reading: the position of what is kept for it, how similar it is to the copy that
-        it was found by, and the size of the cluster that it keeps."""
+        it was found by, and the size of the cluster that it keeps. ``cluster`` does the work of ``_cluster``."""
         order = index.preference(self.priority, self.keep)
         eligible = index.table()["shingles"][order] >= 0
-        found = self._cluster(index, order, eligible)
+        found = (cluster or self._cluster)(index, order, eligible)
         keeper = np.empty(index.count, np.int64)
         keeper[order] = order[found.keeper]
         similarity = np.empty(index.count, np.float32)
@@ -168,20 +171,31 @@ class _Dedup:
                     f"{position}, {chunk[0].id}); leave the files alone while they are deduplicated"
                 )
             for document in chunk:
-                self.statistics.see(document.text)
                 pairs.see(position, document)
-                if keeper[position] == position:
-                    size = int(sizes[position])
-                    if size > 1:
-                        key = f"{self.name}_cluster_size"
-                        document = document.with_metadata(**{key: size * int(document.metadata.get(key, 1))})
-                    self.statistics.keep(document)
-                    yield document
-                else:
-                    self.statistics.dropped[self._reason] += 1
+                kept = self._passed(document, position, keeper, sizes)
+                if kept is not None:
+                    yield kept
                 position += 1
         if position != len(hashes):
             raise DataError(f"{self.name}: {position} documents at the second reading, {len(hashes)} at the first")
+        self._show(pairs, similarity)
+
+    def _passed(
+        self, document: Document, position: int, keeper: NDArray[np.int64], sizes: NDArray[np.int64]
+    ) -> Document | None:
+        """The document as it goes on, counted; None where it is removed."""
+        self.statistics.see(document.text)
+        if keeper[position] != position:
+            self.statistics.dropped[self._reason] += 1
+            return None
+        size = int(sizes[position])
+        if size > 1:
+            key = f"{self.name}_cluster_size"
+            document = document.with_metadata(**{key: size * int(document.metadata.get(key, 1))})
+        self.statistics.keep(document)
+        return document
+
+    def _show(self, pairs: _Beside, similarity: NDArray[np.float32]) -> None:
         for removed, kept in pairs.found():
             self.statistics.drop_sample(
                 f"dropped: {self._reason}",
@@ -298,12 +312,17 @@ class ExactDedup(_Dedup):
         seen = SeenHashes()
         for document in documents:
             self.statistics.see(document.text)
-            text = document.text if self.canonical is None else self.canonical(document.text)
-            if text and not seen.add(f"{document.source}\0{text}" if self.scope == "local" else text):
+            text = self._compared(document)
+            if text and not seen.add(text):
                 self.statistics.drop(document, Drop(self._reason))
                 continue
             self.statistics.keep(document)
             yield document
+
+    def _compared(self, document: Document) -> str:
+        """What two copies share; empty where there is nothing to compare by."""
+        text = document.text if self.canonical is None else self.canonical(document.text)
+        return f"{document.source}\0{text}" if text and self.scope == "local" else text
 
 
 def _canonical(text: str) -> str:
@@ -345,12 +364,12 @@ class _Beside:
         # By the text's hash, so that neither the order of reading nor chance chooses the samples.
         chosen = heapq.nsmallest(count, removed.tolist(), key=lambda i: (int(hashes[i]), i))
         self._pairs = [(i, int(keeper[i])) for i in chosen]
-        self._wanted = {i for pair in self._pairs for i in pair}
+        self.wanted = {i for pair in self._pairs for i in pair}
         self._held: dict[int, Document] = {}
         self.place: dict[str, int] = {}
 
     def see(self, position: int, document: Document) -> None:
-        if position in self._wanted:
+        if position in self.wanted:
             self._held[position] = document
             self.place[document.id] = position
 

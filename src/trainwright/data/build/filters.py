@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,6 +10,7 @@ from typing import Any, Literal
 
 from trainwright.core.errors import ConfigError, DataError
 from trainwright.data.build.documents import Document, sha256
+from trainwright.data.build.licences import FAMILIES, covers, normalise
 from trainwright.data.build.seen import SeenHashes
 from trainwright.data.build.stage import DocumentStage
 from trainwright.data.build.statistics import Drop, Statistics
@@ -32,23 +34,27 @@ class UniqueIds:
             if not seen.add(document.id):
                 self.statistics.counts["duplicate ids"] += 1
                 if self.on_duplicate == "refuse":
-                    raise DataError(
-                        f"the id {document.id!r} comes twice (the second time in source {document.source!r}); give "
-                        f"each document its own, or choose on_duplicate=rename or drop"
-                    )
+                    raise self._refusal(document)
                 if self.on_duplicate == "drop":
                     self.statistics.drop(document, Drop("duplicate id"))
                     continue
                 number = 2
                 while not seen.add(f"{document.id}#{number}"):
                     number += 1
-                provenance = [*document.provenance, {"step": self.name, "was": document.id}]
-                document = Document(
-                    document.text, f"{document.id}#{number}", document.source, document.url, document.licence,
-                    document.metadata, provenance,
-                )  # fmt: skip
+                document = self._renamed(document, f"{document.id}#{number}")
             self.statistics.keep(document)
             yield document
+
+    @staticmethod
+    def _refusal(document: Document) -> DataError:
+        return DataError(
+            f"the id {document.id!r} comes twice (the second time in source {document.source!r}); give "
+            f"each document its own, or choose on_duplicate=rename or drop"
+        )
+
+    def _renamed(self, document: Document, name: str) -> Document:
+        provenance = [*document.provenance, {"step": self.name, "was": document.id}]
+        return dataclasses.replace(document, id=name, provenance=provenance)
 
 
 class Licences(DocumentStage):
@@ -61,11 +67,16 @@ class Licences(DocumentStage):
         if not allowed:
             raise ConfigError("names no licence; give at least one", key="licences")
         self.allowed, self.unknown = {a.strip().lower() for a in allowed}, unknown
+        # A name of a licence stands for all spellings and versions; what is none is compared as it is.
+        self.names = [a.strip() if a.strip() in FAMILIES else n for a in allowed if (n := normalise(a)) is not None]
 
     def apply(self, document: Document) -> Document | Drop:
         if not document.licence:
             return document if self.unknown else Drop("no licence given")
         if document.licence.strip().lower() in self.allowed:
+            return document
+        name = normalise(document.licence) if self.names else None
+        if name is not None and any(covers(entry, name) for entry in self.names):
             return document
         return Drop("licence not allowed", document.licence)
 

@@ -29,7 +29,7 @@ def open_reader(paths: str | Path | Sequence[str | Path], format: str | None = N
 class Inputs:
     """Several readers as one, each for ``NAME=PATH`` or ``PATH``; NAME is the source of documents that name none.
 
-    A limit on bad rows is each input's own.
+    A limit on bad rows is each input's own. Reading raises DataError where no input holds a document.
     """
 
     def __init__(self, inputs: Sequence[str], format: str | None = None, **settings: Any):
@@ -53,6 +53,14 @@ class Inputs:
     def __iter__(self) -> Iterator[Document]:
         for reader in self.readers:
             yield from reader
+        self.check_filled()
+
+    def check_filled(self) -> None:
+        """Raise DataError where the latest reading found no document."""
+        read = self.statistics
+        if not read.documents_out:
+            found = ", ".join(f"{read.counts[k]:,} {k}" for k in ("files", "empty texts", "bad rows"))
+            raise DataError(f"input: holds no document ({found}); name files that do")
 
 
 def guess_format(paths: Sequence[str | Path]) -> str:

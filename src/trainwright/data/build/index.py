@@ -85,10 +85,17 @@ class Index:
             self._files[name] = (self.folder / name).open("wb", buffering=1 << 18)
         self._files[name].write(np.ascontiguousarray(data).data)
 
-    def add(self, entries: Entries, ids: Sequence[str], sources: Sequence[str], lengths: Sequence[int]) -> None:
+    def add(
+        self,
+        entries: Entries,
+        ids: Sequence[str] | NDArray[np.uint64],
+        sources: Sequence[str],
+        lengths: Sequence[int] | NDArray[np.int64],
+    ) -> None:
+        """Documents in their order; ``ids`` may be hashed already."""
         table = np.zeros(len(ids), _TABLE)
         table["text"] = entries.text
-        table["id"] = hash_texts(ids)
+        table["id"] = ids if isinstance(ids, np.ndarray) else hash_texts(ids)
         table["length"] = np.minimum(lengths, 0xFFFFFFFF)
         table["source"] = [self.sources.setdefault(s, len(self.sources)) for s in sources]
         ends = np.cumsum(entries.counts)
@@ -152,6 +159,25 @@ class Index:
         return read
 
 
+def verified(
+    first: NDArray[np.uint32],
+    second: NDArray[np.uint32],
+    threshold: float,
+    how: str,
+    exactly: Callable[[int], float],
+) -> NDArray[np.float64]:
+    """Similarity of pairs by their signatures [pairs, permutations], -1 where it is below the threshold; ``exactly``
+    gives that of pair k. ``how`` as in Verifier."""
+    found = np.mean(first == second, axis=1)
+    if how == "exact":
+        doubt = 4.0 * np.sqrt(threshold * (1.0 - threshold) / first.shape[1])
+        for k in np.flatnonzero(found >= threshold - doubt):
+            found[k] = exactly(int(k))
+    if how != "none":
+        found[found < threshold] = -1.0
+    return found
+
+
 class Verifier:
     """Similarity of pairs, -1 where it is below the threshold.
 
@@ -175,15 +201,12 @@ class Verifier:
         out = np.empty(len(pairs))
         for at in range(0, len(pairs), PAIRS_AT_ONCE):
             places = self.order[pairs[at : at + PAIRS_AT_ONCE]]
-            found = np.mean(self._signatures[places[:, 0]] == self._signatures[places[:, 1]], axis=1)
-            if self.how == "signature":
-                found[found < self.threshold] = -1.0
-            elif self.how == "exact":
-                doubt = 4.0 * np.sqrt(self.threshold * (1.0 - self.threshold) / self._width)
-                for k in np.flatnonzero(found >= self.threshold - doubt):
-                    found[k] = jaccard(self._set(int(places[k, 0])), self._set(int(places[k, 1])))
-                found[found < self.threshold] = -1.0
-            out[at : at + len(places)] = found
+
+            def exactly(k: int, places: Pairs = places) -> float:
+                return jaccard(self._set(int(places[k, 0])), self._set(int(places[k, 1])))
+
+            first, second = self._signatures[places[:, 0]], self._signatures[places[:, 1]]
+            out[at : at + len(places)] = verified(first, second, self.threshold, self.how, exactly)
         return out
 
     def _set(self, place: int) -> NDArray[np.uint32]:

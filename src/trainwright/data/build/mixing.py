@@ -58,7 +58,8 @@ def plan_mixture(
         )
     if total < 1:
         raise ConfigError("should be at least 1", key="total", value=total)
-    shares = {n: Share(f, f * total, available[n]) for n, f in fractions.items() if f > 0}
+    # Rounded: 7/41 of 41 are 7 and not a little more.
+    shares = {n: Share(f, round(f * total, 6), available[n]) for n, f in fractions.items() if f > 0}
     for name, share in shares.items():
         if share.available < 1:
             raise ConfigError("is empty; leave it out of the mixture", key=f"fractions.{name}", value=share.fraction)

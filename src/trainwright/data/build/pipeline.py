@@ -9,15 +9,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainwright.core.errors import ConfigError
+from trainwright.core.errors import ConfigError, DataError
+from trainwright.data.build.composition import MANIFEST, write_manifest
 from trainwright.data.build.documents import Document
 from trainwright.data.build.formats import Inputs
 from trainwright.data.build.readers import Reader
 from trainwright.data.build.stage import DocumentStage, Stage, check_workers, run_fused
 from trainwright.data.build.statistics import Statistics
 from trainwright.data.build.writers import Writer
+
+if TYPE_CHECKING:
+    from trainwright.data.build.resume import Build
 
 STATISTICS = "statistics.json"
 
@@ -54,32 +58,84 @@ def run_pipeline(
     workers: int = 0,
     settings: dict[str, Any] | None = None,
     watch: Watcher | None = None,
+    resume: bool = False,
+    fingerprint: str | None = None,
 ) -> dict[str, Any]:
     """Read ``documents`` (a Reader, or any iterable), send them through ``stages``, write them to ``out``.
 
     Returns the statistics, which also stand in ``statistics.json`` beside the shards, with samples of what each stage
     kept, changed and dropped (``trainwright data`` makes a page of them). A stage can be used in one run only.
+    ``manifest.json`` has sizes, hashes and composition of each shard, and their totals.
     ``watch`` hears about once a second how far it is.
     Shards and statistics (but for the seconds) are the same with any number of workers.
+
+    resume: keep what is done beside the shards, so that a run that was killed goes on by the same call, and one whose
+    inputs, stages and settings have not changed since it ended does nothing (``operators_run`` is 0 then); see
+    ``resume``. Documents that come from no reader need a ``fingerprint`` for that, a text that changes with them.
     """
     check_workers(workers)
     used = [s.name for s in stages if s.statistics.documents_in]
     if used:
         raise ConfigError(f"stage {used[0]} has run before; make a new one for each run", key="stages")
+    if not resume:
+        return _run(stages, documents, out, workers, settings, watch, None)
+    from trainwright.data.build.operator_hashes import operator_hashes
+    from trainwright.data.build.resume import FOLDER, Build
+
+    with Build(out.folder / FOLDER, operator_hashes(documents, stages, fingerprint), out) as build:
+        if build.done():
+            try:
+                found = json.loads((out.folder / STATISTICS).read_text("utf-8"))
+            except (OSError, ValueError) as error:
+                raise DataError(f"{out.folder / STATISTICS}: missing or damaged ({error}); empty the folder") from None
+            return {**found, "operators_run": 0}
+        return _run(stages, documents, out, workers, settings, watch, build)
+
+
+def _run(
+    stages: Sequence[Stage],
+    documents: Iterable[Document],
+    out: Writer,
+    workers: int,
+    settings: dict[str, Any] | None,
+    watch: Watcher | None,
+    build: Build | None,
+) -> dict[str, Any]:
     started = time.monotonic()
     progress = Progress()
     arrived = Statistics("read")
+    restored: list[Statistics] = []
+
+    def reading() -> Statistics:
+        if restored:
+            return restored[0]
+        return documents.statistics if isinstance(documents, Reader | Inputs) else arrived
+
+    def restore(statistics: Statistics) -> None:
+        restored.append(statistics)
+        progress.read = statistics.documents_out
+
+    written = 0  # documents in shards that a run before this one finished
+    if build is not None:
+        written = out.go_on(build.begin())
+        out.on_shard = lambda: build.shard(out.compositions)
     sources: dict[str, dict[str, int]] = {}
     with out, contextlib.ExitStack() as stack:
+        if build is not None:
+            build.shard(out.compositions)
         counted: Iterable[Document] = _Counted(documents, arrived, progress)
         if isinstance(documents, Iterator):  # it can be read once only, and a stage that would read it twice is to know
             counted = iter(counted)
-        stream = chain(stages, counted, workers)
+        if build is None:
+            stream = chain(stages, counted, workers)
+        else:
+            stream = build.chain(stages, counted, workers, reading, restore)
         if hasattr(stream, "close"):
             stack.callback(stream.close)
         told = started
         for document in stream:
-            out.write(document)
+            if progress.written >= written:
+                out.write(document)
             progress.written += 1
             progress.characters += len(document.text)
             row = sources.setdefault(document.source, {"documents": 0, "characters": 0})
@@ -91,24 +147,28 @@ def run_pipeline(
     progress.seconds = time.monotonic() - started
     if watch is not None:
         watch(progress)
-    first = documents.statistics if isinstance(documents, Reader | Inputs) else arrived
     found = {
         "documents": progress.written,
         "characters": progress.characters,
         "seconds": round(progress.seconds, 3),
         "settings": settings or {},
         "sources": dict(sorted(sources.items())),
-        "stages": [first.to_json(), *(s.statistics.to_json() for s in stages)],
+        "stages": [reading().to_json(), *(s.statistics.to_json() for s in stages)],
         "files": out.files,
     }
+    write_manifest(out.folder, out.compositions, settings=settings or {})
     save_statistics(found, out.folder)
+    if build is not None:
+        build.finish([*(f["file"] for f in out.files), MANIFEST])
+        found["operators_run"] = len(stages)
     return found
 
 
 def save_statistics(found: dict[str, Any], folder: Path) -> Path:
     path = folder / STATISTICS
-    path.write_text(json.dumps(found, ensure_ascii=False, indent=1, default=str) + "\n", "utf-8")
-    return path
+    partial = folder / f".{STATISTICS}.partial"
+    partial.write_text(json.dumps(found, ensure_ascii=False, indent=1, default=str) + "\n", "utf-8", "backslashreplace")
+    return partial.replace(path)
 
 
 class _Counted:

@@ -17,7 +17,16 @@ from trainwright.core.errors import ConfigError, DataError
 from trainwright.data.build.bad_rows import BadRows
 from trainwright.data.build.documents import Document
 from trainwright.data.build.statistics import Statistics, excerpt
-from trainwright.data.sources._files import COMPRESSED, SourceFile, checked_text, find_files, need, open_binary
+from trainwright.data.sources._files import (
+    COMPRESSED,
+    SourceFile,
+    arrow_rows,
+    checked_text,
+    find_files,
+    need,
+    open_binary,
+    parquet_error,
+)
 
 MAX_LINE = 1 << 28  # bytes; a longer line is a bad row and not a document
 BATCH_ROWS = 1024
@@ -79,26 +88,30 @@ class Reader(ABC):
         self.statistics = Statistics("read")
         self.bad_rows.start(self.statistics)
         for file in self.files():
-            before = _stamp(file.path)
-            for item in self._read(file):
-                if isinstance(item, BadRow):
-                    where, _, _ = str(item).partition(": ")
-                    self.bad_rows.found(DataError(str(item)), where, item.reason, excerpt(item.row, 200))
-                    continue
-                self.bad_rows.good()
-                self.statistics.see(item.text)
-                if not item.text.strip():
-                    self.statistics.counts["empty texts"] += 1
-                    continue
-                self.statistics.documents_out += 1
-                self.statistics.characters_out += len(item.text)
-                yield item
-            if _stamp(file.path) != before:
-                raise DataError(
-                    f"{file.path}: changed while it was read; wait until what writes it has ended, and start again"
-                )
-            self.statistics.counts["files"] += 1
+            yield from self.read_file(file)
         self.bad_rows.end()
+
+    def read_file(self, file: SourceFile) -> Iterator[Document]:
+        """Documents of one file, counted in the statistics of the reading that is under way."""
+        before = _stamp(file.path)
+        for item in self._read(SourceFile(file.path, _writable(file.id))):
+            if isinstance(item, BadRow):
+                where, _, _ = str(item).partition(": ")
+                self.bad_rows.found(DataError(str(item)), where, item.reason, excerpt(item.row, 200))
+                continue
+            self.bad_rows.good()
+            self.statistics.see(item.text)
+            if not item.text.strip():
+                self.statistics.counts["empty texts"] += 1
+                continue
+            self.statistics.documents_out += 1
+            self.statistics.characters_out += len(item.text)
+            yield item
+        if _stamp(file.path) != before:
+            raise DataError(
+                f"{file.path}: changed while it was read; wait until what writes it has ended, and start again"
+            )
+        self.statistics.counts["files"] += 1
 
     @abstractmethod
     def _read(self, file: SourceFile) -> Iterator[Document | BadRow]:
@@ -147,9 +160,9 @@ class Reader(ABC):
         return Document(
             text=text,
             id=str(given) if isinstance(given, str | int) and str(given) else f"{file.id}:{number}",
-            source=str(row.get("source") or self._source_of()),
-            url=row.get("url") or None,
-            licence=row.get("licence") or row.get("license") or self.licence,
+            source=_name(row.get("source")) or self._source_of(),
+            url=_name(row.get("url")),
+            licence=_name(row.get("licence")) or _name(row.get("license")) or self.licence,
             metadata=metadata,
             provenance=[*(provenance if isinstance(provenance, list) else []), *decoded],
         )
@@ -161,7 +174,7 @@ class Reader(ABC):
         name = path.name
         for suffix in (*COMPRESSED, *self.suffixes):
             name = name.removesuffix(suffix)
-        return name if "*" not in name else path.parent.name
+        return _writable(name if "*" not in name else path.parent.name)
 
 
 class TextReader(Reader):
@@ -178,13 +191,16 @@ class TextReader(Reader):
         with open_binary(file.path) as stream:
             if not self.lines:
                 try:
-                    text, decoded = self._decode(stream.read(), str(file.path))
+                    data = stream.read(MAX_LINE + 1)
+                    _check_length(data, str(file.path), "file; read it a document a line (lines), or cut it")
+                    text, decoded = self._decode(data, str(file.path))
                     yield self._plain(text, file.id, decoded)
                 except BadRow as bad:
                     yield bad
                 return
             for number, line in _lines(stream):
                 try:
+                    _check_length(line, f"{file.path}:{number}", "line")
                     text, decoded = self._decode(line, f"{file.path}:{number}")
                     yield self._plain(text.rstrip("\r\n"), f"{file.id}:{number}", decoded)
                 except BadRow as bad:
@@ -207,8 +223,7 @@ class JsonlReader(Reader):
                     continue
                 where = f"{file.path}:{number}"
                 try:
-                    if len(line) > MAX_LINE:
-                        raise BadRow("too long", f"{where}: a line of more than {MAX_LINE >> 20} MiB")
+                    _check_length(line, where, "line")
                     text, decoded = self._decode(line, where)
                     try:
                         row = json.loads(text)
@@ -216,6 +231,11 @@ class JsonlReader(Reader):
                         raise BadRow("malformed JSON", f"{where}: malformed JSON: {error}", text[:200]) from None
                     except RecursionError:
                         raise BadRow("malformed JSON", f"{where}: JSON nested too deeply", text[:200]) from None
+                    except ValueError as error:  # a whole number of thousands of digits
+                        message = str(error).split(";")[0]
+                        raise BadRow("malformed JSON", f"{where}: malformed JSON: {message}", text[:200]) from None
+                    if "\\ud" in text or "\\uD" in text:
+                        _check_pairs(row, where)
                     yield self._document(row, file, number, decoded)
                 except BadRow as bad:
                     yield bad
@@ -240,14 +260,16 @@ class ParquetReader(Reader):
                     raise DataError(f"{file.path}: no column {self.text_key!r}; its columns: {', '.join(names)}")
                 number = 0
                 for batch in reader.iter_batches(batch_size=BATCH_ROWS):
-                    for row in batch.to_pylist():
+                    for row in arrow_rows(batch):
                         try:
+                            if isinstance(row, UnicodeDecodeError):
+                                raise BadRow("encoding", f"{file.path}:{number}: not UTF-8 text ({row.reason})")
                             yield self._document(row, file, number)
                         except BadRow as bad:
                             yield bad
                         number += 1
         except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{file.path}: cannot be read as parquet ({str(error).splitlines()[0][:200]})") from error
+            raise parquet_error(file.path, error) from error
 
 
 class HfReader(Reader):
@@ -280,6 +302,32 @@ class HfReader(Reader):
                 except BadRow as bad:
                     yield bad
                 number += 1
+
+
+def _check_length(data: bytes, where: str, what: str) -> None:
+    if len(data) > MAX_LINE:
+        raise BadRow("too long", f"{where}: more than {MAX_LINE >> 20} MiB in one {what}")
+
+
+def _check_pairs(row: Any, where: str) -> None:
+    """JSON can spell half a surrogate pair, in any field; nothing could write it again."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        code = ord(error.object[error.start])
+        raise BadRow("not text", f"{where}: a field holds the lone surrogate U+{code:04X}, which is not text") from None
+
+
+def _writable(name: str) -> str:
+    """A file's name that is not UTF-8 with its odd bytes written out."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
+def _name(value: Any) -> str | None:
+    """A field that names something; what is no text there is written as JSON."""
+    if value is None or value == "" or value == []:
+        return None
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _lines(stream: Any) -> Iterator[tuple[int, bytes]]:
@@ -323,6 +371,8 @@ def _json(value: Any) -> Any:
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     found = _json(value)
+    if found is None and isinstance(value, str) and value not in ("", "null"):
+        found = value  # plain text
     if isinstance(found, Mapping):
         return {k: v for k, v in found.items() if v is not None}
     return {} if found is None else {"metadata": found}

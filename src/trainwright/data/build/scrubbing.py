@@ -1,4 +1,4 @@
-"""Personal data and secrets, replaced by placeholders.
+"""Personal data and secrets, replaced by placeholders or by made-up values.
 
 What has a check digit or a fixed form is checked by it, so that version numbers and sums stay. Names and postal
 addresses need a model and are not looked for.
@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from trainwright.core.errors import ConfigError
 from trainwright.data.build.documents import Document
+from trainwright.data.build.fakes import fake, is_fake
 from trainwright.data.build.stage import DocumentStage
 from trainwright.data.build.statistics import Drop
 
@@ -112,12 +113,21 @@ _SECRETS: dict[str, tuple[str, Check | None]] = {
 
 
 class _Scrub(DocumentStage):
-    """Replace what patterns find; ``on_found="drop"`` drops the document instead."""
+    """Replace what patterns find; ``on_found="drop"`` drops the document instead.
+
+    style: ``tags`` (<EMAIL>), or ``fakes`` where the stage has them: values that look real and are nobody's.
+    """
 
     _known: ClassVar[dict[str, tuple[str, Check | None]]] = {}
+    _styles: ClassVar[tuple[str, ...]] = ("tags",)
 
-    def __init__(self, kinds: Sequence[str] | None = None, on_found: str = "replace"):
+    def __init__(
+        self, kinds: Sequence[str] | None = None, on_found: str = "replace", style: str = "tags", seed: int = 0
+    ):
         super().__init__()
+        if style not in self._styles:
+            raise ConfigError(f"should be {' or '.join(self._styles)} for {self.name}", key="style", value=style)
+        self.style, self.seed = style, seed
         if on_found not in ("replace", "drop"):
             raise ConfigError("should be replace or drop", key="on_found", value=on_found)
         unknown = sorted(set(kinds or ()) - set(self._known))
@@ -138,10 +148,14 @@ class _Scrub(DocumentStage):
             return Drop(f"holds {', '.join(sorted(found))}")
         return document.changed(text, self.name, **dict(sorted(found.items())))
 
-    @staticmethod
-    def _replace(match: re.Match[str], kind: str, check: Check | None, found: Counter[str]) -> str:
+    def _replace(self, match: re.Match[str], kind: str, check: Check | None, found: Counter[str]) -> str:
         if check is not None and not check(match):
             return match[0]
+        if self.style == "fakes":
+            if is_fake(kind, match[0]):
+                return match[0]
+            found[kind] += 1
+            return fake(kind, match[0], self.seed)
         found[kind] += 1
         mark = f"<{kind.upper()}>"
         if "value" in match.re.groupindex:
@@ -152,9 +166,10 @@ class _Scrub(DocumentStage):
 
 class ScrubPersonal(_Scrub):
     """Replace e-mail addresses, telephone and card numbers, IBANs, US social security numbers and public IP addresses
-    by <EMAIL>, <PHONE>, <CARD>, <IBAN>, <SSN>, <IP>."""
+    by <EMAIL>, <PHONE>, <CARD>, <IBAN>, <SSN>, <IP>; with ``style="fakes"`` by made-up ones, see ``fakes``."""
 
     name = "scrub_personal"
+    _styles = ("tags", "fakes")
     _known = _PERSONAL
 
 

@@ -10,6 +10,7 @@ import copy
 import itertools
 import multiprocessing
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -116,6 +117,15 @@ _function: Callable[[Any], Any] | None = None
 def _install(function: Callable[[Any], Any]) -> None:
     global _function
     _function = function
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A process that was killed cannot end its workers, and these would wait for work forever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _call(value: Any) -> Any:

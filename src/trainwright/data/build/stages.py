@@ -9,16 +9,30 @@ from typing import Any
 
 from trainwright.core.errors import ConfigError, nearest
 from trainwright.data.build.cleaning import BoilerplateLines, Language, Lengths, NormalizeUnicode, RepeatedLines
+from trainwright.data.build.common_corpus.code import CodeQuality
+from trainwright.data.build.common_corpus.corrections import OcrCorrect
+from trainwright.data.build.common_corpus.ocr import OcrQuality
+from trainwright.data.build.common_corpus.pages import RunningHeads
+from trainwright.data.build.common_corpus.toxicity import Toxicity
 from trainwright.data.build.dedup import ExactDedup, NearDedup
 from trainwright.data.build.filters import Licences, UniqueIds, Where
+from trainwright.data.build.governance.takedown import TakenOut
+from trainwright.data.build.licences import LicencePolicy
+from trainwright.data.build.quality.chinese import NormalizeChinese
+from trainwright.data.build.quality.diversity import TrackDiversity
+from trainwright.data.build.quality.filtering import QualityFilter
 from trainwright.data.build.scrubbing import ScrubPersonal, ScrubSecrets
+from trainwright.data.build.splice_stage import Splice
 from trainwright.data.build.stage import Stage
+from trainwright.data.synthetic.verify_code import VerifyCode
 
 STAGES: dict[str, Callable[..., Stage]] = {
     cls.name: cls
     for cls in (
         NormalizeUnicode, BoilerplateLines, RepeatedLines, Lengths, Language, ScrubPersonal, ScrubSecrets, UniqueIds,
-        Licences, Where, ExactDedup, NearDedup,
+        Licences, LicencePolicy, OcrQuality, RunningHeads, Toxicity, OcrCorrect, CodeQuality, TakenOut,
+        Where, ExactDedup, NearDedup, VerifyCode, NormalizeChinese,
+        QualityFilter, TrackDiversity, Splice,
     )
 }  # fmt: skip
 # What a build does unless told otherwise: SlimPajama's steps, and ids that can be relied on.

@@ -54,7 +54,9 @@ class WarcReader(Reader):
                         else:
                             self.statistics.counts["other records"] += 1
                     number += 1
+                stream.read(1)  # warcio takes a packed file that is cut short for one that has ended
             except ArchiveLoadFailed as error:
+                stream.read(1)
                 # No way to find the next record: what follows in this file is lost.
                 yield BadRow("malformed record", f"{file.path}:{number}: malformed record ({str(error).strip()[:200]})")
                 return
@@ -107,6 +109,12 @@ class _Text(HTMLParser):
         super().__init__(convert_charrefs=True)
         self.parts: list[str] = []
         self._left_out: list[str] = []
+
+    def parse_marked_section(self, i: int, report: Any = 1) -> int:
+        try:
+            return super().parse_marked_section(i, report)
+        except AssertionError:  # "<![" and a word that the parser does not know: a comment, as browsers read it
+            return self.parse_bogus_comment(i)
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
         if tag in _LEFT_OUT:

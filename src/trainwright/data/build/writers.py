@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from trainwright.core.errors import ConfigError, DataError
+from trainwright.data.build.composition import Composition
 from trainwright.data.build.documents import FIELDS, Document
 from trainwright.data.sources._files import need
 
@@ -44,14 +45,33 @@ class Writer:
         self.folder = Path(folder)
         self.format, self.compression, self.shard_bytes = format, compression, shard_bytes
         self.files: list[dict[str, Any]] = []
+        self.compositions: list[dict[str, Any]] = []  # of each file, as a manifest holds them
+        self.on_shard: Callable[[], None] | None = None  # called when a file is whole
+        self._composition = Composition()
         self._shard: Any = None
         self._held = 0
         self._documents = 0
 
+    def go_on(self, shards: Sequence[dict[str, Any]]) -> int:
+        """Take files that an earlier writer finished as one's own; how many documents they hold."""
+        self.compositions = [dict(s) for s in shards]
+        self.files = [
+            {"file": s["file"], "documents": s["documents"], "text_bytes": s["bytes"]} for s in self.compositions
+        ]
+        return sum(f["documents"] for f in self.files)
+
     def __enter__(self) -> Writer:
+        own = {f["file"].split("/")[0] for f in self.files} | ({"data"} if self.format == "hf" else set())
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            held = [p.name for p in self.folder.iterdir() if not p.name.startswith(".")]
+            held = [p.name for p in self.folder.iterdir() if not p.name.startswith(".") and p.name not in own]
+            if (
+                self.format == "hf"
+                and not self.files
+                and (self.folder / "data").is_dir()
+                and any((self.folder / "data").iterdir())
+            ):
+                held.append("data")
         except OSError as error:
             raise DataError(f"{self.folder}: cannot be written ({error.strerror or error})") from None
         if held:
@@ -67,7 +87,8 @@ class Writer:
             self._open()
         self._shard.write(document)
         self._documents += 1
-        self._held += len(document.text.encode("utf-8", "surrogatepass"))
+        self._composition.add(document)
+        self._held = self._composition.total["bytes"]
         if self._held >= self.shard_bytes:
             self._finish(whole=True)
 
@@ -95,7 +116,11 @@ class Writer:
             self._partial.replace(self._target)
             name = self._target.relative_to(self.folder).as_posix()
             self.files.append({"file": name, "documents": self._documents, "text_bytes": self._held})
+            self.compositions.append({"file": name, **self._composition.to_json()})
+            if self.on_shard is not None:
+                self.on_shard()
         self._held = self._documents = 0
+        self._composition = Composition()
 
 
 class _JsonlShard:

@@ -12,7 +12,6 @@ from typing import Any
 from trainwright.core.errors import DataError, TrainwrightError
 from trainwright.data.chat.conversation import Example
 from trainwright.data.chat.masks import Encoded, Masker, UnstableTemplate
-from trainwright.data.tokenizers.base import Tokenizer
 
 BATCH = 256
 SAMPLES = 5  # bad rows that a report quotes
@@ -31,6 +30,7 @@ class Report:
     cut_before_answer: int = 0  # dropped, because the limit left no answer
     untrained: int = 0  # dropped, because no token of it is a target
     spells_special: int = 0  # a message spells a special token
+    crossing: int = 0  # a token reaches over the beginning of the target, and is not trained on
     bad: int = 0  # unusable rows, skipped
     bad_samples: list[str] = field(default_factory=list)
     formats: Counter[str] = field(default_factory=Counter)
@@ -57,8 +57,9 @@ def describe(report: dict[str, Any], max_length: int) -> str:
         ("cut_before_answer", f"dropped because {max_length} tokens leave no answer"),
         ("untrained", "dropped without a token to train on"),
         ("spells_special", "spell a special token, which stays text"),
+        ("crossing", "whose first token of the target is half the prompt's, and not trained on"),
     ):
-        if report[key]:
+        if report.get(key):
             parts.append(f"{report[key]} {words}")
     if report["bad"]:
         parts.append(f"{report['bad']} unusable rows skipped, e.g. {report['bad_samples'][0]}")
@@ -77,9 +78,8 @@ def encode_all(
             yield from zip(batch, _encode_batch(masker, batch), strict=True)
         return
     context = multiprocessing.get_context("spawn")  # forking a process with the tokenizer's threads may hang
-    settings = (masker.tokenizer, masker.train_on, masker.train_end_of_turn)
     waiting: deque[tuple[list[Item], Future[list[Encoded | TrainwrightError]]]] = deque()
-    pool = ProcessPoolExecutor(num_proc, context, _set_masker, settings)
+    pool = ProcessPoolExecutor(num_proc, context, _set_masker, (masker,))
     try:
         for batch in _batches(items):
             waiting.append((batch, pool.submit(_encode_in_worker, batch)))
@@ -121,12 +121,12 @@ def _encode_batch(masker: Masker, batch: list[Item]) -> list[Encoded | Trainwrig
 _worker_masker: Masker | None = None
 
 
-def _set_masker(tokenizer: Tokenizer, train_on: Any, train_end_of_turn: bool) -> None:
+def _set_masker(masker: Masker) -> None:
     import os
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread in each process
     global _worker_masker
-    _worker_masker = Masker(tokenizer, train_on, train_end_of_turn)
+    _worker_masker = masker
 
 
 def _encode_in_worker(batch: list[Item]) -> list[Encoded | TrainwrightError]:

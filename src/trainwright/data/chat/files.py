@@ -8,7 +8,16 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from trainwright.core.errors import DataError
-from trainwright.data.sources._files import COMPRESSED, SourceFile, decode, need, open_binary
+from trainwright.data.sources._files import (
+    COMPRESSED,
+    SourceFile,
+    arrow_rows,
+    need,
+    numbered_lines,
+    open_binary,
+    parquet_error,
+    parse_json,
+)
 
 BLOCK = 1 << 16
 BATCH_ROWS = 1024
@@ -37,20 +46,13 @@ def read_rows(file: SourceFile) -> Iterator[Row]:
 
 
 def _lines(stream: BinaryIO, file: SourceFile) -> Iterator[Row]:
-    offset = 0
-    for number, line in enumerate(stream, 1):
-        start, offset = offset, offset + len(line)
-        if number == 1:
-            line = line.removeprefix(codecs.BOM_UTF8)
-        if not line.strip():
+    for number, offset, line in numbered_lines(stream):
+        if not line.strip() or (number == 1 and line.strip() == codecs.BOM_UTF8):
             continue
         try:
-            yield number, json.loads(decode(line, file.path, start, number))
+            yield number, parse_json(line, file.path, offset, number)
         except DataError as error:
             yield number, error
-        except (ValueError, RecursionError) as error:
-            message = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-            yield number, DataError(f"{file.path}:{number}: malformed JSON: {message}")
 
 
 def _array(stream: BinaryIO, file: SourceFile) -> Iterator[Row]:
@@ -100,6 +102,8 @@ def _array(stream: BinaryIO, file: SourceFile) -> Iterator[Row]:
                 more()
             except RecursionError:
                 raise broken("nested too deeply") from None
+            except ValueError as error:  # a whole number of thousands of digits
+                raise broken(str(error).split(";")[0]) from None
         yield number, value
         number += 1
         mark = skip()
@@ -122,8 +126,11 @@ def _parquet(file: SourceFile) -> Iterator[Row]:
         with pq.ParquetFile(file.path) as reader:
             number = 0
             for batch in reader.iter_batches(batch_size=BATCH_ROWS):
-                for row in batch.to_pylist():
-                    yield number, row
+                for row in arrow_rows(batch):
+                    if isinstance(row, UnicodeDecodeError):
+                        yield number, DataError(f"{file.path}:{number}: not UTF-8 text ({row.reason})")
+                    else:
+                        yield number, row
                     number += 1
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file.path}: damaged, or not a parquet file ({error})") from error
+    except (pa.ArrowException, OSError) as error:
+        raise parquet_error(file.path, error) from error

@@ -16,7 +16,7 @@ encoded apart there, as it is in use: the model is given the prompt's ids and ma
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -40,6 +40,7 @@ class Encoded:
     ids: np.ndarray
     weights: np.ndarray
     spells_special: bool = False  # a message spells a special token; it is text all the same
+    crossing: bool = False  # a token holds the end of the prompt and the beginning of the target
 
     @property
     def trained(self) -> int:
@@ -59,6 +60,9 @@ class Masker:
     def __init__(self, tokenizer: Tokenizer, train_on: TrainOn = "all", train_end_of_turn: bool = True):
         self.tokenizer, self.train_on, self.train_end_of_turn = tokenizer, train_on, train_end_of_turn
         self._template: ChatTemplate | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_template": None}  # made where it arrives
 
     @property
     def template(self) -> ChatTemplate:
@@ -203,7 +207,7 @@ def fit(example: Encoded, max_length: int, too_long: TooLong) -> tuple[Encoded |
     if n > max_length and too_long == "drop":
         return None, "dropped"
     keep = slice(n - max_length, n) if n > max_length and too_long == "truncate_left" else slice(0, min(n, max_length))
-    short = Encoded(example.ids[keep], example.weights[keep], example.spells_special)
+    short = Encoded(example.ids[keep], example.weights[keep], example.spells_special, example.crossing)
     if not short.trained:
         return None, "cut_before_answer"
     return short, "whole" if n <= max_length else "cut"

@@ -24,6 +24,7 @@ from trainwright.data.sources.base import Document, Split
 
 COMPRESSED = (".gz", ".zst")
 BLOCK = 1 << 20  # bytes per read
+MAX_LINE = 1 << 28  # bytes; a longer line is a bad row, and is never held whole
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,14 @@ def _expand(entry: str, suffixes: tuple[str, ...], key: str) -> tuple[Path, list
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    for current, folders, names in os.walk(folder):
+    for current, folders, names in os.walk(folder, onerror=_refuse_folder):
         folders[:] = [f for f in folders if not f.startswith(".")]
         yield from (Path(current, n) for n in names if not n.startswith("."))
+
+
+def _refuse_folder(error: OSError) -> None:
+    """A folder that cannot be listed must not go missing silently."""
+    raise DataError(f"{error.filename}: cannot be read ({error.strerror})")
 
 
 def _has_suffix(path: Path, suffixes: tuple[str, ...]) -> bool:
@@ -170,6 +176,64 @@ def decode(data: bytes, path: Path, offset: int = 0, line: int | None = None) ->
     return text
 
 
+def numbered_lines(stream: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
+    """(number from 1, byte offset, line); of one longer than MAX_LINE its first bytes, one more than that."""
+    number = offset = 0
+    while line := stream.readline(MAX_LINE + 1):
+        number += 1
+        start, offset = offset, offset + len(line)
+        rest = line
+        while len(line) > MAX_LINE and rest and not rest.endswith(b"\n"):
+            rest = stream.readline(MAX_LINE)
+            offset += len(rest)
+        yield number, start, line
+
+
+def parse_json(line: bytes, path: Path, offset: int, number: int) -> Any:
+    """The value of one line. Raises DataError."""
+    where = f"{path}:{number}"
+    if len(line) > MAX_LINE:
+        raise DataError(f"{where}: a line of more than {MAX_LINE >> 20} MiB; write one object a line")
+    if number == 1:
+        line = line.removeprefix(b"\xef\xbb\xbf")
+    text = decode(line, path, offset, number)
+    try:
+        return json.loads(text.rstrip("\r\n"))
+    except json.JSONDecodeError as error:
+        hint = ""
+        if number == 1 and text.lstrip()[:1] == "[":
+            hint = "; the file looks like one JSON array: write one object a line"
+        raise DataError(
+            f"{where}: malformed JSON: {error.msg.removesuffix(' at')} at column {error.colno}{hint}"
+        ) from None
+    except RecursionError:
+        raise DataError(f"{where}: malformed JSON: nested too deeply") from None
+    except ValueError as error:  # a whole number of thousands of digits
+        raise DataError(f"{where}: malformed JSON: {str(error).split(';')[0]}") from None
+
+
+def arrow_rows(batch: Any) -> Iterator[dict[str, Any] | UnicodeDecodeError]:
+    """Rows of an Arrow batch; the error for one whose text is not UTF-8, which Arrow does not check."""
+    try:
+        yield from batch.to_pylist()
+        return
+    except UnicodeDecodeError:
+        pass
+    for i in range(batch.num_rows):
+        try:
+            (row,) = batch.slice(i, 1).to_pylist()
+        except UnicodeDecodeError as error:
+            yield error
+        else:
+            yield row
+
+
+def parquet_error(path: Path, error: Exception) -> DataError:
+    if isinstance(error, OSError) and error.errno:
+        return DataError(f"{path}: cannot be read ({error.strerror or error})")
+    return DataError(f"{path}: damaged or cut short, or not a parquet file ({str(error).splitlines()[0][:200]})")
+
+
 def checked_text(text: str, where: str) -> str:
     """``text``, or a DataError where it cannot be written as UTF-8 (JSON can spell half a surrogate pair)."""
     if not text.isascii():
@@ -251,7 +315,9 @@ class FileSource(SplitSource):
         """Documents of one file, empty ones included."""
 
     def fingerprint(self) -> str:
-        settings = self.model_dump(mode="json", exclude={"path", "validation_path", "weight"})
+        settings = self.model_dump(
+            mode="json", exclude={"path", "validation_path", "weight", "up_sample", *self.not_content}
+        )
         held_out = stat_files(self.files("validation")) if self._has_validation() else None
         return hash_json(settings, stat_files(self.files()), held_out)
 

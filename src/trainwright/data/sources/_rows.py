@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar
 
-from pydantic import BaseModel, Field
+from pydantic import Field, PrivateAttr
 
 from trainwright.core.errors import DataError, nearest
 from trainwright.data.sources._files import checked_text
+from trainwright.data.sources._split import SplitSource
+from trainwright.data.sources.base import Document, Split
+
+ENOUGH_ROWS = 1000  # before that a share of bad rows says nothing
+SAMPLES = 5  # bad rows that a message quotes
 
 
-class RowOptions(BaseModel):
+class RowOptions(SplitSource):
     """Fields that all row-wise sources share."""
 
     text_key: str = Field("text", min_length=1, description="Field or column that holds the document's text.")
@@ -21,9 +26,57 @@ class RowOptions(BaseModel):
     skip_bad_rows: bool = Field(
         False, description="Skip and count rows that are malformed or have no text, instead of stopping at the first."
     )
+    max_bad_rows: float = Field(
+        0.1, ge=0, le=1, description="Share of unusable rows above which skip_bad_rows stops all the same."
+    )
+
+    not_content: ClassVar[frozenset[str]] = frozenset({"max_bad_rows"})
+    _rows: int = PrivateAttr(0)
+    _bad_samples: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def bad_samples(self) -> list[str]:
+        """What was wrong with the first rows that the last pass skipped."""
+        return list(self._bad_samples)
+
+    def _filled(self, split: Split | None) -> Iterator[Document]:
+        self._rows, self._bad_samples = 0, []
+        yield from super()._filled(split)
+        self._judge_bad_rows()
+
+    def _bad_row(self, error: DataError) -> None:
+        """A row that cannot be used: raises ``error``, or counts it; a DataError where these are too many."""
+        if not self.skip_bad_rows:
+            raise error
+        self._bad_rows += 1
+        self._rows += 1
+        if len(self._bad_samples) < SAMPLES:
+            self._bad_samples.append(str(error))
+        if self._rows >= ENOUGH_ROWS:
+            self._judge_bad_rows()
+
+    def _judge_bad_rows(self) -> None:
+        if self._bad_rows > self.max_bad_rows * self._rows:
+            listed = "\n  ".join(self._bad_samples)
+            raise DataError(
+                f"source {self.label}: {self._bad_rows} of {self._rows} rows cannot be used, more than "
+                f"max_bad_rows={self.max_bad_rows:g}:\n  {listed}"
+            )
+
+    def _usable(self, row: Any, where: str) -> str | None:
+        """The row's text; None for a row that is skipped."""
+        try:
+            text = self._text(row, where)
+        except DataError as error:
+            self._bad_row(error)
+            return None
+        self._rows += 1
+        return text
 
     def _text(self, row: Any, where: str) -> str:
-        """The row's text; DataError where there is none."""
+        """The row's text; DataError where there is none, or ``row`` is one itself."""
+        if isinstance(row, DataError):
+            raise row
         if not isinstance(row, dict):
             raise DataError(f"{where}: expected an object with the field {self.text_key!r}, got {_kind(row)}")
         if self.text_key not in row:

@@ -6,6 +6,7 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from pydantic import PrivateAttr
 
@@ -59,6 +60,7 @@ class SplitSource(SourceConfig):
     Documents that hold only white space are skipped and counted in :attr:`empty_documents`.
     """
 
+    not_content: ClassVar[frozenset[str]] = frozenset()  # fields that do not change the documents
     _empty: int = PrivateAttr(0)
     _bad_rows: int = PrivateAttr(0)
 
@@ -76,6 +78,10 @@ class SplitSource(SourceConfig):
     def label(self) -> str:
         """What messages and folders call this source."""
         return self.name
+
+    def _split_key(self, doc: Document) -> str:
+        """What decides on which side a document falls; documents that share it fall together."""
+        return doc.id
 
     def _has_validation(self) -> bool:
         """Whether the validation documents are given explicitly."""
@@ -120,9 +126,9 @@ class SplitSource(SourceConfig):
         tail = self._plan(fraction)
         for doc in self._filled(None):
             if tail is None:
-                if (hash_fraction(doc.id) < fraction) == (split == "validation"):
+                if (hash_fraction(self._split_key(doc)) < fraction) == (split == "validation"):
                     yield doc
-            elif doc.id != tail.doc_id:
+            elif self._split_key(doc) != tail.doc_id:
                 if split == "train":
                     yield doc
             elif len(doc.text.encode()) <= tail.size:
@@ -141,11 +147,12 @@ class SplitSource(SourceConfig):
         lowest: tuple[float, str] | None = None
         total = 0
         for doc in self._filled(None):
-            value = hash_fraction(doc.id)
+            key = self._split_key(doc)
+            value = hash_fraction(key)
             sides.add(value < fraction)
             if len(sides) == 2:
                 return None
-            lowest = min(lowest or (value, doc.id), (value, doc.id))
+            lowest = min(lowest or (value, key), (value, key))
             total += len(doc.text.encode())
         if lowest is None:
             raise self._no_documents()

@@ -27,6 +27,10 @@ class SourceConfig(MethodConfig):
     weight: PositiveFloat | None = Field(
         None, description="Share of training rows relative to the other sources; unset everywhere = natural sizes."
     )
+    up_sample: PositiveFloat = Field(
+        1.0,
+        description="Uses of each training document in an epoch; 2.5: two or three, 0.1: a tenth of them is used.",
+    )
 
     @abstractmethod
     def documents(self, split: Split, validation_fraction: float) -> Iterator[Document]:

@@ -6,41 +6,28 @@ Rows are told apart by their keys (data/chat/conversation.py), rendered by the t
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from typing import ClassVar
 
 from pydantic import Field, PositiveInt, PrivateAttr
 
-from trainwright.core.errors import ConfigError, DataError, TrainwrightError
+from trainwright.core.errors import DataError
 from trainwright.core.registry import register
-from trainwright.data.cache import build_once
-from trainwright.data.chat.build import Item, Report, describe, encode_all, text_bytes
 from trainwright.data.chat.conversation import Format, parse_row
 from trainwright.data.chat.files import read_rows
-from trainwright.data.chat.masks import Masker, TooLong, TrainOn, UnstableTemplate, fit
-from trainwright.data.chat.shards import FractionalWeights, WeightedDataset, WeightedShardWriter
-from trainwright.data.shards import FORMAT
+from trainwright.data.chat.masks import Masker, TooLong, TrainOn
+from trainwright.data.chat.source import ExampleSource
 from trainwright.data.sources._files import FileSource, SourceFile, checked_text
-from trainwright.data.sources._split import _Tail
 from trainwright.data.sources.base import Document, Split
 from trainwright.data.tokenizers.base import Tokenizer
 
-log = logging.getLogger("trainwright")
-MASK_FORMAT = 1  # changes when the same rows would be given other tokens or weights
-GROUP = 1024  # documents that are written at once
-
 
 @register("source", "chat")
-class ChatSource(FileSource):
+class ChatSource(ExampleSource, FileSource):
     """Chat and instruction data (messages, ShareGPT, Alpaca, prompt/completion, preferences), loss on answers alone."""
 
     suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson", ".json", ".parquet", ".pq")
-    whole_documents: ClassVar[bool] = True  # a conversation cut at a row's end would lose its question
 
     format: Format = Field(
         "auto",
@@ -96,137 +83,5 @@ class ChatSource(FileSource):
         self._bad = []
         yield from super()._filled(split)
 
-    def _plan(self, fraction: float) -> _Tail | None:
-        """Of a corpus too small for hashing a whole conversation is held out: half of one would be none."""
-        tail = super()._plan(fraction)
-        return None if tail is None else _Tail(tail.doc_id, 1 << 62)
-
-    # -- tokens and weights -------------------------------------------------------------------------------------
-
-    def tokenized(
-        self,
-        tokenizer: Tokenizer,
-        split: Split,
-        *,
-        seq_len: int,
-        validation_fraction: float,
-        cache_dir: Path,
-        progress: Callable[[int], None] | None = None,
-        num_proc: int = 1,
-    ) -> WeightedDataset:
-        """The split as tokens with loss weights, cached as text is; what became of the rows is logged.
-
-        Raises DataError for rows that cannot be used (or too many of them), a template that cannot be masked and a
-        training split of which nothing is left; ModelError for a tokenizer without a template.
-        """
-        limit = self.max_length or seq_len
-        if limit > seq_len:
-            raise ConfigError(
-                f"is more than a row holds (train.seq_len={seq_len}), so conversations would be cut there; "
-                "raise train.seq_len or lower it",
-                key="max_length",
-                value=self.max_length,
-            )
-        before = self.fingerprint()
-        key = [FORMAT, MASK_FORMAT, before, tokenizer.fingerprint(), split, validation_fraction, limit]
-        digest = hashlib.blake2b(json.dumps(key).encode(), digest_size=12).hexdigest()
-
-        def build(folder: Path) -> None:
-            try:
-                write(WeightedShardWriter(folder, tokenizer.vocab_size))
-            except FractionalWeights:
-                write(WeightedShardWriter(folder, tokenizer.vocab_size, fractions=True))
-
-        def write(writer: WeightedShardWriter) -> None:
-            try:
-                report = self._write(tokenizer, split, validation_fraction, limit, writer, progress, num_proc)
-                if self.fingerprint() != before:
-                    raise DataError(
-                        f"source {self.label}: its files changed while they were read; run again when they are complete"
-                    )
-                writer.close(name=self.label, split=split, report=report.to_dict())
-            except BaseException:
-                writer.abandon()
-                raise
-
-        folder = Path(cache_dir) / f"{self.name}-{split}-{digest}"
-        data = build_once(folder, build, WeightedDataset)
-        data.name = self.label
-        self._tell(data.report, split, limit)
-        return data
-
-    def _write(
-        self,
-        tokenizer: Tokenizer,
-        split: Split,
-        fraction: float,
-        limit: int,
-        writer: WeightedShardWriter,
-        progress: Callable[[int], None] | None,
-        num_proc: int,
-    ) -> Report:
-        report = Report()
-
-        def items() -> Iterator[Item]:
-            for doc in self.documents(split, fraction):
-                report.rows += 1
-                report.formats[doc.meta["format"]] += 1
-                yield doc.id, doc.meta["where"], doc.meta["example"]
-
-        columns: tuple[list[Any], ...] = ([], [], [], [])
-        done = 0
-        for (name, _, example), encoded in encode_all(items(), self._masker(tokenizer), num_proc):
-            size = text_bytes(example)
-            done += size
-            if isinstance(encoded, TrainwrightError):
-                # A template that cannot be masked, or none, is no fault of the row.
-                if isinstance(encoded, UnstableTemplate) or not isinstance(encoded, DataError):
-                    raise encoded
-                if not self.skip_bad_rows:
-                    raise DataError(f"{encoded} (mend the row, or set skip_bad_rows: true)")
-                report.count_bad(encoded)
-                continue
-            report.spells_special += encoded.spells_special
-            short, fate = fit(encoded, limit, self.too_long)
-            if fate != "whole":
-                setattr(report, fate, getattr(report, fate) + 1)
-            if short is None:
-                continue
-            report.conversations += 1
-            report.tokens += len(short.ids)
-            report.trained += short.trained
-            for column, value in zip(columns, (short.ids, short.weights, name, size), strict=True):
-                column.append(value)
-            if len(columns[0]) == GROUP:
-                writer.write_weighted(*columns)
-                columns = ([], [], [], [])
-                if progress is not None:
-                    progress(done)
-        writer.write_weighted(*columns)
-        if progress is not None:
-            progress(done)
-        for message in self._bad:
-            report.count_bad(DataError(message))
-        self._judge(report, split, limit)
-        return report
-
     def _masker(self, tokenizer: Tokenizer) -> Masker:
         return Masker(tokenizer, self.train_on, self.train_end_of_turn)
-
-    def _judge(self, report: Report, split: Split, limit: int) -> None:
-        every = report.rows + len(self._bad)
-        if report.bad > self.max_bad_rows * every:
-            listed = "\n  ".join(report.bad_samples)
-            raise DataError(
-                f"source {self.label}: {report.bad} of {every} rows cannot be used, more than "
-                f"max_bad_rows={self.max_bad_rows:g}:\n  {listed}"
-            )
-        if split == "train" and not report.conversations:
-            raise DataError(f"source {self.label}: no conversation is left ({describe(report.to_dict(), limit)})")
-
-    def _tell(self, report: dict[str, Any], split: Split, limit: int) -> None:
-        if not report.get("rows"):
-            return
-        lost = any(report[k] for k in ("cut", "dropped", "cut_before_answer", "untrained", "bad"))
-        say = log.warning if lost else log.info
-        say("source %s, %s: %s", self.label, split, describe(report, limit))

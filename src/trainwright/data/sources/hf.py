@@ -13,7 +13,6 @@ from trainwright.core.errors import DataError
 from trainwright.core.registry import register
 from trainwright.data.sources._files import SourceFile, _walk, find_files, hash_json, need, stat_files
 from trainwright.data.sources._rows import RowOptions, missing_key
-from trainwright.data.sources._split import SplitSource
 from trainwright.data.sources.base import Document, Split
 
 BATCH_ROWS = 256
@@ -22,7 +21,7 @@ _BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "
 
 
 @register("source", "hf")
-class HfSource(RowOptions, SplitSource):
+class HfSource(RowOptions):
     """A Hugging Face `datasets` folder (save_to_disk or a data repository), data files, or a hub id.
 
     Ids are ``split:row``. Rows come from memory-mapped Arrow or as a stream; nothing is loaded whole.
@@ -134,14 +133,9 @@ class HfSource(RowOptions, SplitSource):
                 row = dict(zip(columns, values, strict=True))
                 row_where, doc_id = f"{where}: row {number}", f"{name}:{number}"
                 number += 1
-                try:
-                    text = self._text(row, row_where)
-                except DataError:
-                    if not self.skip_bad_rows:
-                        raise
-                    self._bad_rows += 1
-                    continue
-                yield Document(text, doc_id, self._meta(row))
+                text = self._usable(row, row_where)
+                if text is not None:
+                    yield Document(text, doc_id, self._meta(row))
 
     def _batches(self, dataset: Any, where: str) -> Iterator[dict[str, list[Any]]]:
         batches = iter(dataset.iter(batch_size=BATCH_ROWS))
@@ -155,7 +149,7 @@ class HfSource(RowOptions, SplitSource):
             yield batch
 
     def fingerprint(self) -> str:
-        settings = self.model_dump(mode="json", exclude={"path", "weight", "streaming"})
+        settings = self.model_dump(mode="json", exclude={"path", "weight", "up_sample", "streaming", *self.not_content})
         if self._is_hub_id():
             return hash_json(settings, self.path, self._hub_commit())
         return hash_json(settings, stat_files(self._files()))

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from trainwright.core.errors import DataError
 from trainwright.core.registry import register
-from trainwright.data.sources._files import COMPRESSED, FileSource, SourceFile, need
+from trainwright.data.sources._files import COMPRESSED, FileSource, SourceFile, arrow_rows, need, parquet_error
 from trainwright.data.sources._rows import RowOptions, missing_key
 from trainwright.data.sources.base import Document
 
@@ -44,17 +44,15 @@ class ParquetSource(RowOptions, FileSource):
                 columns = [self.text_key, *(k for k in self.meta_keys if k in schema.names and k != self.text_key)]
                 number = 0
                 for batch in reader.iter_batches(batch_size=BATCH_ROWS, columns=columns):
-                    for row in batch.to_pylist():
+                    for row in arrow_rows(batch):
                         where = f"{file.path}: row {number}"
                         doc_id = f"{file.id}:{number}"
                         number += 1
-                        try:
-                            text = self._text(row, where)
-                        except DataError:
-                            if not self.skip_bad_rows:
-                                raise
-                            self._bad_rows += 1
+                        if isinstance(row, UnicodeDecodeError):
+                            self._bad_row(DataError(f"{where}: not UTF-8 text ({row.reason})"))
                             continue
-                        yield Document(text, doc_id, self._meta(row))
-        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{file.path}: damaged, or not a parquet file ({error})") from error
+                        text = self._usable(row, where)
+                        if text is not None:
+                            yield Document(text, doc_id, self._meta(row))
+        except (pa.ArrowException, OSError) as error:
+            raise parquet_error(file.path, error) from error

@@ -1,0 +1,281 @@
+"""A corpus mixed from others: shares by weight or temperature, a budget, repeats, a held-out part, no contamination.
+
+    p_i = w_i / sum w    or    p_i = n_i^(1/T) / sum_j n_j^(1/T)      T = 1: natural sizes, T -> inf: equal shares
+
+with n_i what source i has once held-out and contaminated documents are left out. It reads the sources twice: to count,
+and to mix. Memory: the hashes of the contaminants, and one bucket of the shuffle.
+
+Papers: SlimPajama-DC, arXiv:2309.10818 (shares); mT5, arXiv:2010.11934 (temperature); GPT-3, arXiv:2005.14165 (13-gram
+decontamination).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainwright.core.errors import ConfigError, DataError, nearest
+from trainwright.data.build.composition import write_manifest
+from trainwright.data.build.decontamination import NgramDecontaminate
+from trainwright.data.build.documents import Document
+from trainwright.data.build.mixing import Share, is_held_out, mix, plan_mixture, shuffle
+from trainwright.data.build.pipeline import Progress, Watcher, save_statistics
+from trainwright.data.build.statistics import Drop, Statistics
+from trainwright.data.build.writers import Writer
+
+UNITS: dict[str, Callable[[Document], int]] = {
+    "bytes": lambda d: len(d.text.encode("utf-8", "surrogatepass")),
+    "characters": lambda d: len(d.text),
+    "documents": lambda d: 1,
+}
+
+
+def temperature_shares(sizes: Mapping[str, int], temperature: float) -> dict[str, float]:
+    """p_i proportional to n_i^(1/T). Raises ConfigError for T that is not above 0, and where nothing is left."""
+    if not temperature > 0 or math.isnan(temperature):
+        raise ConfigError("should be above 0; 1 keeps natural sizes", key="temperature", value=temperature)
+    if not any(n > 0 for n in sizes.values()):
+        raise DataError("no source has a document left to mix")
+    # By logarithms: n^(1/T) overflows for a low temperature.
+    logs = {k: math.log(n) / temperature for k, n in sizes.items() if n > 0}
+    top = max(logs.values())
+    raw = {k: math.exp(v - top) for k, v in logs.items()}
+    whole = math.fsum(raw.values())
+    return {k: v / whole for k, v in raw.items()}
+
+
+def weight_shares(weights: Mapping[str, float], sources: Iterable[str]) -> dict[str, float]:
+    """Weights over their sum. Raises ConfigError for negative ones, a sum of 0, and sources that are missing."""
+    known = list(sources)
+    for name, weight in weights.items():
+        if name not in known:
+            raise ConfigError(f"no such source; {nearest(name, known)}", key=f"weights.{name}")
+        if not math.isfinite(weight) or weight < 0:
+            raise ConfigError("should be at least 0", key=f"weights.{name}", value=weight)
+    missing = [n for n in known if n not in weights]
+    if missing:
+        raise ConfigError(
+            "has no weight but others have; give one to each, 0 to leave it out", key=f"weights.{missing[0]}"
+        )
+    whole = math.fsum(weights.values())
+    if whole <= 0:
+        raise ConfigError("sum to 0; give at least one source a weight above 0", key="weights", value=dict(weights))
+    return {n: w / whole for n, w in weights.items()}
+
+
+class Blend:
+    """Sources and what is to become of them.
+
+    weights: by source; else shares by ``temperature``. total: budget in ``unit`` (bytes, characters, documents, or
+    tokens of ``tokenizer``, a folder); None: as much as the shares give within ``repeat``. repeat: how often a source
+    may be gone through; 1: never twice. holdout: share of the documents kept apart, by the hash of their text.
+    contaminants: documents that none may share ``ngram`` words in a row with. shuffle, seed: the order.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Iterable[Document]],
+        weights: Mapping[str, float] | None = None,
+        temperature: float | None = None,
+        total: int | None = None,
+        unit: str = "bytes",
+        tokenizer: str | Path | None = None,
+        repeat: float = 1.0,
+        holdout: float = 0.0,
+        contaminants: Sequence[Document | str] = (),
+        ngram: int = 13,
+        shuffle: bool = True,
+        seed: int = 0,
+        work_dir: Path | None = None,
+    ):
+        if not sources:
+            raise ConfigError("names no source", key="inputs")
+        if weights is not None and temperature is not None:
+            raise ConfigError(
+                "gives shares, and so do the weights; leave one out", key="temperature", value=temperature
+            )
+        if temperature is not None:
+            temperature_shares({"any": 1}, temperature)
+        if weights is not None:
+            weight_shares(weights, sources)
+        if not 0 <= holdout < 1:
+            raise ConfigError("should be at least 0 and below 1", key="holdout", value=holdout)
+        if not repeat >= 1:
+            raise ConfigError("should be at least 1, which repeats nothing", key="repeat", value=repeat)
+        if total is not None and total < 1:
+            raise ConfigError("should be at least 1", key="total", value=total)
+        self.sources, self.weights, self.temperature = dict(sources), weights, temperature
+        self.total, self.repeat, self.holdout, self.seed, self.shuffle = total, repeat, holdout, seed, shuffle
+        self.unit, self.size = unit, _size(unit, tokenizer)
+        self.work_dir = work_dir
+        self.statistics = Statistics("read")
+        self.held = Statistics("hold_out")
+        self.clean = NgramDecontaminate(contaminants, ngram) if contaminants else None
+        self.ngram = ngram
+
+    def _pass(self, name: str, counting: bool, held_out: bool = False) -> Iterator[Document]:
+        """Documents of a source that may be mixed, or those that are held out."""
+        for document in self.sources[name]:
+            apart = self.holdout > 0 and is_held_out(document, self.holdout, self.seed)
+            if counting:
+                self.statistics.see(document.text)
+                self.statistics.keep(document)
+                if self.holdout:
+                    self.held.see(document.text)
+                    if apart:
+                        self.held.drop(document, Drop("held out"))
+                    else:
+                        self.held.keep(document)
+            if apart != held_out:
+                continue
+            if self.clean is not None and not held_out:
+                answer = self.clean.apply(document)
+                if counting:
+                    self.clean.statistics.see(document.text)
+                    if isinstance(answer, Drop):
+                        self.clean.statistics.drop(document, answer)
+                    else:
+                        self.clean.statistics.keep(document)
+                if isinstance(answer, Drop):
+                    continue
+            yield document
+
+    def plan(self) -> dict[str, Share]:
+        """Read all sources once and settle what each gives. Raises ConfigError where that is more than it may."""
+        sizes = {n: sum(map(self.size, self._pass(n, counting=True))) for n in self.sources}
+        if self.weights is not None:
+            fractions = weight_shares(self.weights, self.sources)
+        else:
+            fractions = temperature_shares(sizes, 1.0 if self.temperature is None else self.temperature)
+        empty = [n for n, f in fractions.items() if f > 0 and not sizes[n]]
+        if empty:
+            raise DataError(f"source {empty[0]!r}: no document left of it to mix; give it weight 0, or leave it out")
+        total = self.total
+        if total is None:
+            total = max(
+                int(min(sizes[n] * (self.repeat if self.repeat > 1 else 1) / f for n, f in fractions.items() if f)), 1
+            )
+        shares = plan_mixture(fractions, sizes, total, allow_repeat=True)
+        for name, share in shares.items():
+            if share.target > share.available * self.repeat * (1 + 1e-9):
+                raise ConfigError(
+                    f"would be gone through {share.target / share.available:.1f} times, more than "
+                    f"repeat={self.repeat:g}; lower total or its share, or raise repeat",
+                    key=f"sources.{name}", value=round(share.fraction, 6),
+                )  # fmt: skip
+        return shares
+
+    def documents(self, shares: Mapping[str, Share]) -> Iterator[Document]:
+        """The mixed documents in their order."""
+        mixed = mix({n: _Again(self, n) for n in shares}, shares, self.size)
+        return shuffle(mixed, self.seed, self.work_dir) if self.shuffle else mixed
+
+    def write(self, out: Path, writing: Mapping[str, Any], watch: Watcher | None = None) -> dict[str, Any]:
+        """The corpus with its manifest; with a held-out part in folders ``train`` and ``validation``.
+
+        It is written into a hidden folder first, so that ``out`` never holds a part of it.
+        """
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            there = [p.name for p in out.iterdir() if p.name != ".mixing"]
+        except OSError as error:
+            raise DataError(f"{out}: cannot be written ({error.strerror or error})") from None
+        if there:
+            raise DataError(f"{out} is not empty ({sorted(there)[0]}, ...); name another folder, or empty it")
+        draft = out / ".mixing"
+        shutil.rmtree(draft, ignore_errors=True)
+        started = time.monotonic()
+        progress = Progress()
+        sources: dict[str, dict[str, int]] = {}
+        shares = self.plan()
+        progress.read = self.statistics.documents_in
+        train = draft / "train" if self.holdout else draft
+        about: dict[str, Any] = {}
+        told = started
+        files = []
+        with Writer(train, **writing) as writer:
+            for document in self.documents(shares):
+                writer.write(document)
+                progress.written += 1
+                progress.characters += len(document.text)
+                row = sources.setdefault(document.source, {"documents": 0, "characters": 0})
+                row["documents"] += 1
+                row["characters"] += len(document.text)
+                if watch is not None and (now := time.monotonic()) - told >= 1.0:
+                    told, progress.seconds = now, now - started
+                    watch(progress)
+        files += writer.files
+        held_out = 0
+        if self.holdout:
+            with Writer(draft / "validation", **writing) as other:
+                for name in self.sources:
+                    for document in self._pass(name, counting=False, held_out=True):
+                        other.write(document)
+                        held_out += 1
+            write_manifest(draft / "validation", other.compositions, settings={"held_out_of": list(self.sources)})
+        about = {
+            "unit": self.unit,
+            "total": sum(s.given for s in shares.values()),
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "shuffled": self.shuffle,
+            "holdout": self.holdout,
+            "held_out": held_out,
+            "contaminated": sum(self.clean.statistics.dropped.values()) if self.clean else 0,
+            "sources": {n: {**dataclasses.asdict(s), "epochs": round(s.epochs, 6)} for n, s in sorted(shares.items())},
+        }
+        write_manifest(train, writer.compositions, settings={"mixture": about})
+        stages = [
+            self.statistics,
+            *([self.held] if self.holdout else []),
+            *([self.clean.statistics] if self.clean else []),
+        ]
+        found = {
+            "documents": progress.written,
+            "characters": progress.characters,
+            "seconds": round(time.monotonic() - started, 3),
+            "settings": {"mixture": about},
+            "mixture": about,
+            "sources": dict(sorted(sources.items())),
+            "stages": [s.to_json() for s in stages],
+            "files": files,
+        }
+        save_statistics(found, draft)
+        for path in sorted(draft.iterdir()):
+            path.replace(out / path.name)
+        draft.rmdir()
+        return found
+
+
+class _Again:
+    """A source that may be gone through several times; ids of a later time end in ``#2`` and so on."""
+
+    def __init__(self, blend: Blend, name: str):
+        self.blend, self.name, self.times = blend, name, 0
+
+    def __iter__(self) -> Iterator[Document]:
+        self.times += 1
+        step = {"step": "mix", "from": self.name, **({"time": self.times} if self.times > 1 else {})}
+        mark = f"#{self.times}" if self.times > 1 else ""
+        for document in self.blend._pass(self.name, counting=False):
+            yield dataclasses.replace(document, id=document.id + mark, provenance=[*document.provenance, step])
+
+
+def _size(unit: str, tokenizer: str | Path | None) -> Callable[[Document], int]:
+    if unit == "tokens":
+        if tokenizer is None:
+            raise ConfigError("counts by a tokenizer; give its folder", key="unit", value="tokens")
+        from trainwright.data.tokenizers import load_tokenizer
+
+        loaded = load_tokenizer(Path(tokenizer))
+        return lambda d: len(loaded.encode(d.text)) + 1  # and the EOS that ends each document
+    if tokenizer is not None:
+        raise ConfigError(f"counts {unit}, which takes no tokenizer; set it to tokens", key="unit", value=unit)
+    if unit not in UNITS:
+        raise ConfigError(f"unknown; {nearest(unit, [*UNITS, 'tokens'])}", key="unit", value=unit)
+    return UNITS[unit]

@@ -1,0 +1,1 @@
+"""Synthetic data: code that is verified by running it, and records of what running it does."""

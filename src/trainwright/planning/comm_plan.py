@@ -1,0 +1,349 @@
+"""What each way of sharing a model over ranks sends per step, exactly, and how long a step takes by a simple model.
+
+Bytes are those that one rank sends in the forward and backward passes of a step, as parallel/comm/trace.py records
+them; tests hold the two against each other. With n ranks in a group, P bytes of parameters, m micro-batches of b rows,
+S = b T D bytes of residual stream and K the bytes of a rank's keys:
+
+    DDP     all_reduce 2 (n-1)/n P of gradients, once
+    FSDP2   all_gather of each block, forward and again backward, (n-1)/n P each, and reduce_scatter (n-1)/n P, m times
+    HSDP    besides, all_reduce of the shards of the gradient over the replicas, once
+    TP      2 (2 L + 1) all_gathers and as many reduce_scatters of (n-1)/n S, m times; the loss a few numbers a token
+    ring    per layer 2 (r-1) K forward, 2 (r-1) K + 2 r K backward, m times
+    Ulysses per layer 4 (u-1)/u (Q + K) in all, m times
+    PP      S to the next stage and S back, m times
+
+The time of a step is a simple one: what overlaps with computing (gradients, parameters, the ring) hides behind it, the
+rest adds up, and a pipeline of p stages stands idle for (p-1)/(m+p-1) of the time. A transfer takes its messages times
+the latency of the slowest link that its group spans, and its bytes over that link's bandwidth.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+
+from trainwright.core.errors import ConfigError
+from trainwright.models.architecture import Architecture
+from trainwright.parallel.comm.trace import bytes_sent
+from trainwright.parallel.config import Degrees, ParallelConfig, context_method
+from trainwright.parallel.legal import check_cut
+from trainwright.parallel.mesh import DIMENSIONS
+
+
+class Link(BaseModel):
+    """A link as one rank sees it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    gb_per_s: PositiveFloat = Field(description="10^9 bytes a second that a rank sends.")
+    latency_us: PositiveFloat = Field(description="Microseconds until the first byte is there.")
+
+
+class Cluster(BaseModel):
+    """Machines as the step-time model sees them. The defaults are about those of eight H100 a node on InfiniBand."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    ranks_per_node: PositiveInt = 8
+    inside: Link = Field(default_factory=lambda: Link(gb_per_s=300, latency_us=5))
+    between: Link = Field(default_factory=lambda: Link(gb_per_s=45, latency_us=12))
+    tflops: PositiveFloat = Field(990, description="Peak of a rank in the compute dtype, 10^12 per second.")
+    efficiency: float = Field(0.45, gt=0, le=1, description="Share of the peak that matrix products reach.")
+    memory_gb: PositiveFloat = Field(80, description="10^9 bytes of a rank.")
+
+    @classmethod
+    def load(cls, path: Path | None) -> Cluster:
+        """From YAML; None: the defaults. Raises ConfigError naming the key."""
+        import yaml
+
+        if path is None:
+            return cls()
+        try:
+            return cls.model_validate(yaml.safe_load(path.read_text("utf-8")) or {})
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError(f"{path} cannot be read as a cluster: {error}", key="--cluster") from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"]))
+            raise ConfigError(f"{first['msg']}; keys are {', '.join(cls.model_fields)}", key=f"{path}: {key}") from None
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Collectives of one kind over one group: what a rank sends in a step."""
+
+    kind: str
+    over: tuple[str, ...]  # dimensions of the mesh
+    ranks: int
+    calls: int
+    bytes: int
+    what: str
+    overlaps: bool = False  # with computing
+
+
+@dataclass(frozen=True)
+class Work:
+    """A step, apart from how it is shared: shapes of the model's parameters by name, and what goes through it."""
+
+    arch: Architecture
+    shapes: dict[str, tuple[int, ...]]
+    seq_len: int
+    rows: int  # of the global batch
+    micro_rows: int  # of a micro-batch on a rank
+    flops_per_token: float
+    activation_bytes: int = 2  # of a number in the stream
+    gathered_bytes: int = 2  # of a parameter as FSDP2 gathers it
+    parameter_bytes: int = 4
+    reduced_bytes: int = 4  # of a gradient as it is added up
+    documents: bool = True  # rows say which document a token is of
+
+    @property
+    def tied(self) -> bool:
+        return self.arch.tie_embeddings
+
+
+@dataclass
+class Prediction:
+    """One layout: what a rank sends in a step, how long the step takes, and what a rank holds."""
+
+    degrees: Degrees
+    transfers: list[Transfer]
+    compute_s: float
+    exposed_s: float
+    hidden_s: float
+    bubble: float
+    step_s: float
+    state_gb: float  # parameters, gradients and AdamW's state
+    note: str = ""
+    links: dict[str, int] = field(default_factory=dict)  # bytes inside a node and between nodes
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.bytes for t in self.transfers)
+
+
+def planned_transfers(work: Work, degrees: Degrees, config: ParallelConfig) -> list[Transfer]:
+    """What one rank sends in the forward and backward passes of a step. Weights of all tokens are above 0.
+
+    Pipelines: the mean over the stages. Recomputation of activations is not counted.
+    """
+    return [t for t in _transfers(work, degrees, config) if t.ranks > 1 and t.bytes]
+
+
+def _transfers(work: Work, degrees: Degrees, config: ParallelConfig) -> Iterator[Transfer]:
+    world = degrees.world_size
+    yield Transfer("all_reduce", DIMENSIONS, world, 1, bytes_sent("all_reduce", 8, world), "weight of the batch")
+    rows = math.ceil(work.rows / (degrees.dp_replicate * degrees.dp_shard))
+    sizes = [min(work.micro_rows, rows - i) for i in range(0, rows, work.micro_rows)]
+    layers = math.ceil(work.arch.n_layers / degrees.pp)
+    yield from _data_parallel(work, degrees, config, len(sizes))
+    if degrees.tp > 1:
+        yield from _tensor_parallel(work, degrees, config, sizes, layers)
+    if degrees.cp > 1:
+        yield from _context_parallel(work, degrees, config, sizes, layers)
+    if degrees.pp > 1:
+        sent = sum(sizes) * (work.seq_len // degrees.cp) * work.arch.dim * work.activation_bytes
+        if degrees.tp > 1 and config.sequence_parallel:
+            sent = sent // degrees.tp
+        stages = degrees.pp * config.pipeline.stages_per_rank
+        calls = 2 * len(sizes) * (stages - 1) // degrees.pp
+        yield Transfer(
+            "send", ("pp",), degrees.pp, calls, 2 * sent * (stages - 1) // degrees.pp, "activations and their gradients"
+        )
+
+
+def _groups(work: Work, degrees: Degrees) -> list[list[tuple[str, tuple[int, ...]]]]:
+    """Parameters as FSDP2 takes them together, as this rank's tensor-parallel shards: the root, then block by block."""
+    blocks: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+    for name, shape in work.shapes.items():
+        block = name.split(".")[1] if name.startswith("blocks.") else ""
+        blocks.setdefault(block, []).append((name, _tensor_shard(name, shape, degrees.tp)))
+    return [blocks[key] for key in sorted(blocks, key=lambda k: int(k or -1))]
+
+
+def _tensor_shard(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
+    """Shape of a rank's part of a parameter."""
+    if tp == 1 or len(shape) == 3 or "norm" in name or "router" in name:
+        return shape
+    dim = 1 if name.endswith((".o.weight", ".down.weight")) else 0
+    if name.endswith(".o.bias"):
+        return shape
+    return tuple(math.ceil(n / tp) if i == dim else n for i, n in enumerate(shape))
+
+
+def _shard_numbers(shape: Sequence[int], n: int) -> int:
+    """Numbers of a shard, padding included: FSDP2 cuts the first dimension and pads it up."""
+    return math.ceil(shape[0] / n) * math.prod(shape[1:])
+
+
+def _data_parallel(work: Work, degrees: Degrees, config: ParallelConfig, micro: int) -> Iterator[Transfer]:
+    groups = _groups(work, degrees)
+    numbers = sum(math.prod(shape) for group in groups for _, shape in group) // degrees.pp
+    if degrees.dp_shard == 1:
+        n = degrees.dp_replicate * degrees.cp
+        size = numbers * work.reduced_bytes
+        yield Transfer(
+            "all_reduce", ("dp_replicate", "cp"), n, 1, bytes_sent("all_reduce", size, n), "gradients", overlaps=True
+        )
+        return
+    n, over = degrees.dp_shard * degrees.cp, ("dp_shard", "cp")
+    shards = [sum(_shard_numbers(shape, n) for _, shape in group) for group in groups]
+    again = sum(shards[1:]) if config.reshard_after_forward else 0
+    gathered = (sum(shards) + again) * work.gathered_bytes // degrees.pp
+    calls = micro * (len(shards) + (len(shards) - 1 if config.reshard_after_forward else 0))
+    yield Transfer("all_gather", over, n, calls, micro * bytes_sent("all_gather", gathered, n), "parameters", True)
+    times = micro if config.accumulate == "sharded" else 1
+    whole = sum(shards) * n * work.reduced_bytes // degrees.pp
+    yield Transfer(
+        "reduce_scatter",
+        over,
+        n,
+        times * len(shards),
+        times * bytes_sent("reduce_scatter", whole, n),
+        "gradients",
+        True,
+    )
+    r = degrees.dp_replicate
+    size = sum(shards) * work.reduced_bytes // degrees.pp
+    yield Transfer(
+        "all_reduce", ("dp_replicate",), r, len(shards), bytes_sent("all_reduce", size, r), "shards of gradients", True
+    )
+
+
+def _tensor_parallel(
+    work: Work, degrees: Degrees, config: ParallelConfig, sizes: Sequence[int], layers: int
+) -> Iterator[Transfer]:
+    arch, n, over = work.arch, degrees.tp, ("tp",)
+    length = work.seq_len // degrees.cp
+    halves = layers + sum(not arch.is_moe(i) for i in range(layers))  # attention, and the dense feed-forward
+    ways = halves + 1
+    kinds = ("all_gather", "reduce_scatter") if config.sequence_parallel else ("all_reduce",)
+    padded = math.ceil(length / n) * n if config.sequence_parallel else length
+    for kind in kinds:
+        total = 0
+        for b in sizes:
+            size = b * padded * arch.dim * work.activation_bytes
+            total += 2 * ways * bytes_sent(kind, size // n if kind == "all_gather" else size, n)
+        yield Transfer(kind, over, n, 2 * ways * len(sizes), total, "the residual stream")
+    wide = max(4, work.activation_bytes)
+    norms = [arch.dim] * (2 * layers + 1 if config.sequence_parallel else 0)
+    norms += [arch.head_dim] * (2 * layers if arch.qk_norm else 0)
+    held = sum(norms) + sum(
+        math.prod(s)
+        for name, s in work.shapes.items()
+        if (len(s) == 3 or "router" in name) and name.startswith("blocks.") and int(name.split(".")[1]) < layers
+    )
+    yield Transfer(
+        "all_reduce", over, n, len(norms) * len(sizes),
+        len(sizes) * bytes_sent("all_reduce", held * work.parameter_bytes, n), "gradients of what is held whole",
+    )  # fmt: skip
+    experts = sum(arch.is_moe(i) for i in range(layers)) * len(sizes)
+    yield Transfer("all_reduce", over, n, experts, experts * bytes_sent("all_reduce", 4, n), "balance of the experts")
+    tokens = sum(sizes) * length
+    yield Transfer(
+        "all_reduce", over, n, 3 * len(sizes), bytes_sent("all_reduce", tokens * (3 * wide + 8), n), "the loss"
+    )
+
+
+def _context_parallel(
+    work: Work, degrees: Degrees, config: ParallelConfig, sizes: Sequence[int], layers: int
+) -> Iterator[Transfer]:
+    arch, cp = work.arch, degrees.cp
+    method: Any = context_method(config)
+    spread = getattr(method, "ulysses_of", None)
+    if spread is None:
+        raise ConfigError("what it sends is not known to the plan; use ring, ulysses or usp", key="parallel.context")
+    u = spread(cp, arch.n_heads // degrees.tp)
+    r = cp // u
+    heads, kv = arch.n_heads // degrees.tp, arch.n_kv_heads // degrees.tp
+    kv = kv if kv % u == 0 else math.lcm(kv, u)
+    windows = len(set(arch.windows) or {0})
+    tokens = sum(sizes) * work.seq_len // cp
+    if work.documents:
+        yield Transfer(
+            "all_gather", ("cp",), cp, windows * len(sizes), windows * bytes_sent("all_gather", tokens * 4, cp),
+            "document ids",
+        )  # fmt: skip
+    per_head = tokens * arch.head_dim * work.activation_bytes
+    if u > 1:
+        sent = sum(2 * 2 * bytes_sent("all_to_all", h * per_head, u) for h in (heads, kv))
+        yield Transfer("all_to_all", ("cp",), u, 8 * layers * len(sizes), layers * sent, "heads for tokens")
+    if r > 1:
+        keys = kv // u * per_head * u  # of a group's tokens, this rank's heads
+        calls = 2 * (r - 1) + 2 * (r - 1) + 2 * r
+        yield Transfer(
+            "send",
+            ("cp",),
+            r,
+            calls * layers * len(sizes),
+            calls * layers * keys,
+            "keys and values round the ring",
+            True,
+        )
+
+
+def predict(work: Work, degrees: Degrees, config: ParallelConfig, cluster: Cluster) -> Prediction:
+    """The layout's transfers and step time on ``cluster``."""
+    transfers = planned_transfers(work, degrees, config)
+    exposed = hidden = 0.0
+    links = {"inside": 0, "between": 0}
+    for t in transfers:
+        name = "inside" if _extent(t.over, degrees) <= cluster.ranks_per_node else "between"
+        link: Link = getattr(cluster, name)
+        links[name] += t.bytes
+        messages = {"all_reduce": 2 * (t.ranks - 1), "send": 1}.get(t.kind, t.ranks - 1) * t.calls
+        seconds = messages * link.latency_us * 1e-6 + t.bytes / (link.gb_per_s * 1e9)
+        exposed, hidden = (exposed, hidden + seconds) if t.overlaps else (exposed + seconds, hidden)
+    tokens = work.rows * work.seq_len
+    compute = work.flops_per_token * tokens / degrees.world_size / (cluster.tflops * 1e12 * cluster.efficiency)
+    micro = math.ceil(work.rows / (degrees.dp_replicate * degrees.dp_shard) / work.micro_rows)
+    waiting = (degrees.pp - 1) / config.pipeline.stages_per_rank
+    bubble = waiting / (micro + waiting)
+    step = (max(compute, hidden) + exposed) / (1 - bubble)
+    parameters = sum(math.prod(s) for s in work.shapes.values()) / (degrees.tp * degrees.pp)
+    state = parameters * (2 * work.parameter_bytes + 8) / (degrees.dp_shard * degrees.cp if degrees.dp_shard > 1 else 1)
+    note = "" if state < cluster.memory_gb * 1e9 else f"does not fit into {cluster.memory_gb:g} GB"
+    return Prediction(degrees, transfers, compute, exposed, hidden, bubble, step, state / 1e9, note, links)
+
+
+def _extent(over: Sequence[str], degrees: Degrees) -> int:
+    """Neighbouring ranks that a group over these dimensions spans; tp is innermost."""
+    stride, extent = 1, 1
+    for dim in reversed(DIMENSIONS):
+        size = getattr(degrees, dim)
+        if dim in over and size > 1:
+            extent += stride * (size - 1)
+        stride *= size
+    return extent
+
+
+def layouts(work: Work, config: ParallelConfig, world: int, cluster: Cluster, most: int = 10) -> list[Prediction]:
+    """The fastest layouts of ``world`` ranks by powers of two that fit the model, the batch and the memory."""
+    powers = [2**i for i in range(world.bit_length())]
+    found = []
+    for shard, cp, tp, pp in itertools.product(powers, repeat=4):
+        inner = shard * cp * tp * pp
+        if world % inner or tp > cluster.ranks_per_node or work.rows < world // (cp * tp * pp):
+            continue
+        degrees = Degrees(world // inner, shard, cp, tp, pp)
+        try:
+            check_cut(degrees, config, work.arch, work.seq_len)
+        except ConfigError:
+            continue
+        prediction = predict(work, degrees, replace_degrees(config, degrees), cluster)
+        if not prediction.note:
+            found.append(prediction)
+    return sorted(found, key=lambda p: p.step_s)[:most]
+
+
+def replace_degrees(config: ParallelConfig, degrees: Degrees) -> ParallelConfig:
+    """``config`` with these degrees."""
+    return config.model_copy(
+        update={k: getattr(degrees, k) for k in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")}
+    )
