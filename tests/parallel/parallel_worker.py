@@ -102,8 +102,13 @@ def global_batch(step: int) -> Batch:
     weights = (torch.rand(ROWS, LENGTH, generator=g) < share).float()
     if step % 4 == 3:
         weights[ROWS // 2 :] = 0
-    positions = torch.arange(LENGTH).expand(ROWS, LENGTH)
-    return Batch(tokens[:, :-1], tokens[:, 1:], weights, positions, torch.zeros(ROWS, LENGTH, dtype=torch.int32))
+    # Every row has one to four documents, whose ids may come back.
+    starts = torch.rand(ROWS, LENGTH, generator=g) < torch.linspace(0.0, 0.3, ROWS)[:, None]
+    starts[:, 0] = True
+    slots = torch.arange(LENGTH).expand(ROWS, LENGTH)
+    positions = slots - torch.where(starts, slots, 0).cummax(1).values
+    doc_ids = (starts.cumsum(1) % 3).int()
+    return Batch(tokens[:, :-1], tokens[:, 1:], weights, positions, doc_ids)
 
 
 def my_rows(batch: Batch, mesh: Mesh) -> Batch:
@@ -149,7 +154,8 @@ def train(cell: Cell, mesh: Mesh, config: ParallelConfig) -> dict[str, Any]:
         result = executor.run(parallel, objective, my_rows(global_batch(step), mesh))
         loss = result.loss_sum.clone()
         if world_size() > 1:
-            dist.all_reduce(loss, group=mesh.group("dp_replicate", "dp_shard"))
+            dist.all_reduce(loss)
+            loss /= parallel.copies
         losses.append((loss / result.weight).item())
         norms.append(float(clip(params)))
         optimizer.step()
@@ -159,11 +165,13 @@ def train(cell: Cell, mesh: Mesh, config: ParallelConfig) -> dict[str, Any]:
             update()
         if step % 10 == 4:  # a validation between steps must not disturb what follows
             parallel.module.eval()
-            held_out = forward_only(parallel.module, objective, my_rows(global_batch(99), mesh), precision(cell.dtype))
+            rows = parallel.shard(my_rows(global_batch(99), mesh))
+            held_out = forward_only(parallel, objective, rows, precision(cell.dtype))
             parallel.module.train()
             nats = held_out.sum.double()
             if world_size() > 1:
                 dist.all_reduce(nats)
+                nats /= parallel.copies
             validation.append(nats.item())
     return {
         "losses": losses,
@@ -200,6 +208,40 @@ TRAININGS = {
     ),
     "ddp4_moe": Cell(
         {}, {"family": "mixtral", "n_experts": 4, "balance": "bias", "moe_ffn_dim": 32}, micro=1, double=True
+    ),
+    **{
+        name: Cell(settings, {"family": "qwen3", "n_heads": 4, "n_kv_heads": 2, **more}, micro=micro, double=True)
+        for name, settings, more, micro in (
+            ("tp2", {"tp": 2}, {"tie_embeddings": False}, 4),
+            ("tp2_tied", {"tp": 2}, {"tie_embeddings": True}, 8),
+            ("tp2_stream_whole", {"tp": 2, "sequence_parallel": False}, {"tie_embeddings": True}, 8),
+            ("tp4_shard2", {"tp": 2, "dp_shard": 2}, {"tie_embeddings": True}, 2),
+            ("tp4_replicate2", {"tp": 2, "dp_replicate": 2}, {"tie_embeddings": False}, 2),
+        )
+    },
+    **{
+        name: Cell(settings, {"family": "qwen3", "n_heads": 4, "n_kv_heads": 2, **more}, micro=micro, double=True)
+        for name, settings, more, micro in (
+            ("shard2_plain", {"dp_shard": 2}, {"tie_embeddings": True}, 2),
+            ("hsdp4_plain", {"dp_shard": 2, "accumulate": "whole"}, {}, 1),
+            ("cp2", {"cp": 2}, {"tie_embeddings": True}, 4),
+            ("cp2_window", {"cp": 2}, {"sliding_window": 5}, 4),
+            ("cp2_ulysses", {"cp": 2, "context": "ulysses"}, {"tie_embeddings": True}, 4),
+            ("cp2_shard", {"cp": 2, "dp_shard": 1}, {}, 8),
+            ("cp4_usp", {"cp": 4, "context": {"name": "usp", "ulysses": 2}}, {}, 4),
+            ("cp4_shard2", {"cp": 2, "dp_shard": 2}, {"tie_embeddings": True}, 2),
+            ("cp4_replicate2", {"cp": 2}, {}, 2),
+            ("cp4_tp2", {"cp": 2, "tp": 2}, {"tie_embeddings": True}, 4),
+        )
+    },
+    "tp2_bias": Cell({"tp": 2}, {"family": "qwen2.5", "n_heads": 4, "n_kv_heads": 2}, micro=4, double=True),
+    "tp2_recompute": Cell(
+        {"tp": 2}, {"family": "llama", "n_heads": 4, "n_kv_heads": 2}, micro=4, recompute=True, double=True
+    ),
+    "tp2_moe": Cell(
+        {"tp": 2},
+        {"family": "mixtral", "n_heads": 4, "n_kv_heads": 2, "n_experts": 4, "balance": "bias", "moe_ffn_dim": 32},
+        double=True,
     ),
     "fsdp2_bf16": Cell({"dp_shard": 2}, dtype=torch.bfloat16),
     "ddp2_bf16": Cell({"dp_replicate": 2}, dtype=torch.bfloat16),
@@ -337,8 +379,90 @@ def meshes() -> dict[str, Any]:
     return {"ranks": gather_objects(out), "unknown": _message(ValueError, lambda: mesh.submesh("xp"))}
 
 
+def comm_trace() -> dict[str, Any]:
+    """What a step of each way sends, as recorded."""
+    from trainwright.parallel.comm.trace import CommTrace
+
+    out: dict[str, Any] = {}
+    for name in ("ddp2", "fsdp2", "tp2", "cp2", "cp2_ulysses"):
+        cell = TRAININGS[name]
+        config = ParallelConfig(**cell.parallel)
+        mesh = build_mesh(config.resolve(world_size()), CPU)
+        parallel = parallelize(cell.build(), mesh, config, precision(), CPU)
+        executor, objective = AutogradExecutor(ROWS, precision()), NextTokenConfig().build()
+        batch = my_rows(global_batch(0), mesh)
+        executor.run(parallel, objective, batch)  # DDP rebuilds its buckets after the first step
+        with CommTrace() as trace:
+            executor.run(parallel, objective, batch)
+        executor.run(parallel, objective, batch)  # no longer recorded
+        out[name] = {
+            "kinds": {k: (v.calls, v.bytes) for k, v in trace.summary().kinds.items()},
+            "ended": all(r.end is not None and r.end >= r.start for r in trace.records),
+            "waited": trace.summary().waited,
+            "sequence": trace.sequence(),
+            "events": trace.events(),
+            "params": sum(p.numel() for p in parallel.model.parameters()),
+        }
+    return out
+
+
+def planned(names: tuple[str, ...]) -> dict[str, Any]:
+    """Bytes per kind of collective, recorded and planned. Every token counts, as the plan takes it."""
+    from trainwright.parallel.comm.trace import CommTrace
+    from trainwright.planning.comm_plan import Work, planned_transfers
+
+    out: dict[str, Any] = {}
+    for name in names:
+        cell = TRAININGS[name]
+        model = cell.build()
+        shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+        arch, size = model.arch, next(model.parameters()).element_size()
+        config = ParallelConfig(**cell.parallel)
+        mesh = build_mesh(config.resolve(world_size()), CPU)
+        parallel = parallelize(model, mesh, config, precision(), CPU)
+        executor, objective = AutogradExecutor(cell.micro, precision()), NextTokenConfig().build()
+        batch = my_rows(global_batch(0), mesh)
+        batch.weights = torch.ones_like(batch.weights)
+        for _ in range(2):  # DDP tells its buckets once, after the first
+            executor.run(parallel, objective, batch)
+        with CommTrace() as trace:
+            executor.run(parallel, objective, batch)
+        work = Work(
+            arch, shapes, LENGTH, ROWS, cell.micro, 1.0, activation_bytes=size, gathered_bytes=size,
+            parameter_bytes=size, reduced_bytes=size,
+        )  # fmt: skip
+        expected: dict[str, int] = {}
+        for t in planned_transfers(work, mesh.degrees, config):
+            expected[t.kind] = expected.get(t.kind, 0) + t.bytes
+        recorded = {k: v.bytes for k, v in trace.summary().kinds.items() if v.bytes}
+        out[name] = (recorded, expected)
+    return out
+
+
+def planned_2() -> dict[str, Any]:
+    return planned(("ddp2_decoder", "shard2_plain", "tp2", "tp2_tied", "tp2_stream_whole", "tp2_bias", "tp2_moe", "cp2",
+                    "cp2_window", "cp2_ulysses"))  # fmt: skip
+
+
+def planned_4() -> dict[str, Any]:
+    return planned(
+        ("tp4_shard2", "tp4_replicate2", "cp4_usp", "cp4_shard2", "cp4_replicate2", "cp4_tp2", "hsdp4_plain")
+    )
+
+
 CHECKS = {
-    f.__name__: f for f in (meta_build, different_builds, unused, states, gradients_between_micro_batches, meshes)
+    f.__name__: f
+    for f in (
+        comm_trace,
+        planned_2,
+        planned_4,
+        meta_build,
+        different_builds,
+        unused,
+        states,
+        gradients_between_micro_batches,
+        meshes,
+    )
 }
 
 

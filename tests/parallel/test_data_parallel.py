@@ -20,7 +20,7 @@ sys.modules["parallel_worker"] = worker
 spec.loader.exec_module(worker)
 
 WORLD = {name: 4 if "4" in name else 2 for name in worker.TRAININGS}
-CHECKS = {name: 4 if name in ("meta_build", "meshes") else 2 for name in worker.CHECKS}
+CHECKS = {name: 4 if name in ("meta_build", "meshes", "planned_4") else 2 for name in worker.CHECKS}
 
 
 @pytest.fixture(scope="module")
@@ -177,3 +177,58 @@ def test_mesh_coordinates_and_groups(launch):
     assert [r["pp_shard"][0] for r in ranks] == [0, 1, 0, 1]
     assert [r["pp_shard"][2] for r in ranks] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert "unknown mesh dimension 'xp'" in got["unknown"]
+
+
+def test_the_recorder_sees_what_is_sent(launch):
+    """Bytes by closed form, the same sequence of collectives on every rank, events that Perfetto reads."""
+    first, second = (rank["comm_trace"] for rank in launch(2))
+    n, tokens, dim, layers, double = 2, worker.ROWS * worker.LENGTH, 32, 2, 8
+
+    ddp = first["ddp2"]
+    assert ddp["kinds"]["all_reduce"] == (2, 2 * (ddp["params"] * 4 + 8) // 2)  # gradients, and the weight of the batch
+    sharded = first["fsdp2"]["kinds"]
+    calls, sent = sharded["reduce_scatter"]
+    assert (
+        calls == 3 and first["fsdp2"]["params"] * 4 // n <= sent <= first["fsdp2"]["params"] * 4 // n + 100
+    )  # padding
+
+    # Sequence-parallel TP: embedding, two halves of each block and the last norm; each way in both passes.
+    stream = tokens * dim * double
+    ways = 2 * layers + 1
+    assert first["tp2"]["kinds"]["all_gather"] == (2 * ways, 2 * ways * stream // n)
+    assert first["tp2"]["kinds"]["reduce_scatter"] == (2 * ways, 2 * ways * stream // n)
+
+    # Ring: keys and values once round in forward, once more with their gradients in backward, and these home.
+    keys = tokens // n * 2 * 8 * double  # 2 heads of width 8
+    sends = layers * (2 * (n - 1) + 2 * (n - 1) + 2 * n)
+    assert first["cp2"]["kinds"]["send"] == (sends, sends * keys)
+    # Ulysses: q, k, v there and the output back, in both passes; half of each stays.
+    q = tokens // n * 32 * double
+    assert first["cp2_ulysses"]["kinds"]["all_to_all"] == (layers * 8, layers * 2 * (2 * q + 2 * keys) // n)
+
+    for name, seen in first.items():
+        assert seen["ended"] and seen["waited"] > 0
+        assert seen["sequence"] == second[name]["sequence"]
+        slices = [e for e in seen["events"] if e["ph"] == "X"]
+        assert all(e["dur"] >= 0 and e["pid"] == 0 for e in slices) and len(slices) > 2
+
+
+def test_bytes_sent():
+    from trainwright.parallel.comm.trace import bytes_sent
+
+    assert bytes_sent("all_reduce", 1000, 4) == 1500
+    assert bytes_sent("all_gather", 1000, 4) == 3000
+    assert bytes_sent("reduce_scatter", 1000, 4) == 750
+    assert bytes_sent("all_to_all", 1000, 4) == 750
+    assert bytes_sent("all_to_all", 1000, 4, here=100) == 900
+    assert bytes_sent("send", 1000, 2) == 1000
+    assert [bytes_sent(k, 1000, 2) for k in ("recv", "barrier")] == [0, 0] and bytes_sent("all_reduce", 1000, 1) == 0
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_planned_bytes_are_the_recorded_ones(launch, world):
+    """trainwright plan comm, kind by kind and to the byte."""
+    for found in (rank[f"planned_{world}"] for rank in launch(world)):
+        assert len(found) >= 7
+        for name, (recorded, expected) in found.items():
+            assert recorded == expected, name
