@@ -193,6 +193,7 @@ def test_every_stage_has_a_name_and_fits_the_protocol():
     pytest.importorskip("py3langid")
     needs = {"licences": {"allowed": ["cc0"]}, "where": {"condition": "n > 1"}, "repeated_lines": {"width": 16}}
     needs |= {"ocr_correct": {"corrector": "textwrap:dedent"}, "taken_out": {"manifest": Manifest.of([])}}
+    needs |= {"quality": {"model": "builtins:len"}}
     for name in STAGES:
         (stage,) = make_stages([{name: needs.get(name, {})}])
         assert isinstance(stage, Stage) and stage.name == name == stage.statistics.name

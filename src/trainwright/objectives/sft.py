@@ -14,7 +14,7 @@ from trainwright.objectives.next_token import NextTokenConfig
     "objective",
     "sft",
     requires={
-        "source.chat|source.panda_llm|source.tint": "fine-tuning needs data that tells answers from questions; add a "
+        "source.chat|source.panda_llm|source.tint|source.pyx": "fine-tuning needs data that tells answers from questions; add a "
         "source of name chat, or set objective=next_token to train on every token"
     },
 )
