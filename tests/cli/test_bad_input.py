@@ -33,7 +33,7 @@ CASES = {
     "fewer rows than ranks": ({"train.global_batch_tokens": 0}, "train.global_batch_tokens=0"),
     "batch and length": ({"train.global_batch_tokens": 250}, "use 224 or 256"),
     "degrees": ({"parallel.dp_shard": 3}, "parallel.dp_shard=3: does not divide the world size 1"),
-    "a degree to come": ({"parallel.tp": 2}, "parallel.tp=2"),
+    "degrees of layers": ({"parallel.tp": 2, "parallel.cp": 2}, "cp=2 x tp=2 = 4 does not divide the world size 1"),
     "tokenizer folder": ({"tokenizer": {"name": "hf", "path": "/nowhere"}}, "/nowhere"),
     "model folder": ({"model": {"name": "pretrained", "path": "/nowhere"}}, "/nowhere"),
     "vocabulary": ({"model.vocab_size": 100}, "model.vocab_size=100: is smaller than the tokenizer's"),

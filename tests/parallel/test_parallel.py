@@ -29,7 +29,8 @@ def test_degrees_fill_the_world(settings, world, expected):
     [
         ({"dp_shard": 3}, 4, "does not divide the world size 4; use one of 1, 2, 4"),
         ({"dp_replicate": 2}, 4, "dp_replicate=2 x dp_shard=1 = 2 processes, but there are 4"),
-        ({"pp": 2}, 2, "parallel.pp=2: is not in this release"),
+        ({"dp_replicate": 1, "pp": 2}, 4, "dp_replicate=1 x dp_shard=1 x pp=2 = 2 processes, but there are 4"),
+        ({"dp_shard": 2, "ep": 4}, 2, "parallel.ep=4: does not divide dp_shard x cp = 2"),
     ],
 )
 def test_degrees_that_do_not_fit(settings, world, says):
