@@ -112,6 +112,20 @@ def test_probes_and_differences_of_figures():
     assert missing.outcome == NOT and "not measured" in missing.reason
 
 
+def test_an_arm_that_lost_at_the_edge_of_its_grid_decides_nothing():
+    def outcome(ours, theirs, ours_edge="", theirs_edge=""):
+        a, b = arm("m", ours), arm("b", theirs)
+        a.edge, b.edge = ours_edge, theirs_edge
+        return evaluate(check(less_by=0), a, b)
+
+    worse, better = [2.1, 2.11, 2.09], [2.0, 2.0, 2.0]
+    assert outcome(worse, better).outcome == AGAINST and outcome(better, worse).outcome == SHOWN
+    assert outcome(worse, better, theirs_edge="x").outcome == AGAINST  # a better baseline would be further away
+    assert outcome(better, worse, ours_edge="x").outcome == SHOWN
+    for lost in (outcome(worse, better, ours_edge="x"), outcome(better, worse, theirs_edge="x")):
+        assert lost.outcome == NOT and "edge of the grid" in lost.reason
+
+
 @pytest.mark.parametrize(
     ("outcomes", "verdict"),
     [

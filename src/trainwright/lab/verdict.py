@@ -5,7 +5,8 @@ A check compares ``arm`` with ``versus`` seed by seed: by the difference (arm le
 shown         the mean keeps the threshold, and for losses with two seeds or more the whole 95 % t interval does.
 contradicted  the interval lies wholly on the opposite side of no difference (0, or a ratio of 1), and of the
               threshold where that is a tolerance.
-not shown     otherwise; also where an arm failed or diverged, or never reached the other's loss.
+not shown     otherwise; also where an arm failed or diverged, never reached the other's loss, or lost with its best rate
+              at the edge of its grid, as a better one may lie beyond.
 
 The claim is shown when every check is, contradicted when one is, and else "not shown at this scale".
 
@@ -88,6 +89,10 @@ def evaluate(check: Check, arm: ArmResult, versus: ArmResult) -> CheckResult:
     if edges and is_loss(check.quantity):
         said = f"{' and '.join(edges)} tuned to the edge of the grid"
         result.reason = f"{result.reason}; {said}" if result.reason else said
+        # The arm that lost may have a better rate beyond its grid: then nothing is decided.
+        loser = {SHOWN: versus, CONTRADICTED: arm}.get(result.outcome)
+        if loser is not None and loser.edge:
+            result.outcome = NOT_SHOWN
     return result
 
 
