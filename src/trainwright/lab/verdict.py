@@ -5,8 +5,8 @@ A check compares ``arm`` with ``versus`` seed by seed: by the difference (arm le
 shown         the mean keeps the threshold, and for losses with two seeds or more the whole 95 % t interval does.
 contradicted  the interval lies wholly on the opposite side of no difference (0, or a ratio of 1), and of the
               threshold where that is a tolerance.
-not shown     otherwise; also where an arm failed or diverged, never reached the other's loss, or lost with its best rate
-              at the edge of its grid, as a better one may lie beyond.
+not shown     otherwise; also where an arm failed or diverged, never reached the other's loss, or lost with its best
+              rate at the edge of its grid, as a better one may lie beyond.
 
 The claim is shown when every check is, contradicted when one is, and else "not shown at this scale".
 
