@@ -218,6 +218,8 @@ def test_hostile_index_and_manifest_are_refused(tmp_path):
     refused(lambda w: w["shards"][0].update(offsets=[-1, 0]), "outside")
     refused(lambda w: w["shards"][0].update(offsets=[2, 0]), "outside")
     refused(lambda w: w.update(shards=[]), "do not cover")
+    halves = [{**index["weights"]["w"]["shards"][0], "offsets": [at, 0], "shape": [2, 3]} for at in (0, 1)]
+    refused(lambda w: w.update(shards=halves), "two shards of weights/w lie on each other")
     refused(lambda w: w.update(shape=[3, 4]) or w["shards"][0].update(shape=[3, 4]), r"\[3, 4\]")
     refused(lambda w: w.update(dtype="I32"), "I32")
     refused(lambda w: w.update(dtype="PICKLE"), "damaged")

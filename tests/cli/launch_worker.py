@@ -34,6 +34,14 @@ elif how == "crash" and rank == 1:
     raise RuntimeError("a fault of ours")
 elif how == "kill" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
+elif how in ("kill-once", "kill-lost") and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    launch.leave_after_loss("Connection closed by peer")
+elif how == "hang":
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    launch.leave_after_loss("Timed out waiting 1ms")
 elif how == "interrupt":
     stop = []
     signal.signal(signal.SIGINT, lambda *a: stop.append(1))

@@ -165,7 +165,8 @@ def test_nproc_checks_before_it_starts_and_passes_arguments_on(run, monkeypatch,
 
     calls = []
 
-    def fake(nproc, arguments):
+    def fake(nproc, arguments, *, min_nproc, machines, restarts, legal, say):
+        assert (min_nproc, machines, restarts) == (2, None, 0) and legal(2) and not legal(17)
         calls.append((nproc, arguments))
         return launch.Outcome(3, ("stopped at step 1",))
 

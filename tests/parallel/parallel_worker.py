@@ -232,6 +232,11 @@ TRAININGS = {
             ("cp4_shard2", {"cp": 2, "dp_shard": 2}, {"tie_embeddings": True}, 2),
             ("cp4_replicate2", {"cp": 2}, {}, 2),
             ("cp4_tp2", {"cp": 2, "tp": 2}, {"tie_embeddings": True}, 4),
+            ("cp2_flashcp", {"cp": 2, "context": {"name": "flashcp", "min_chunk": 1}}, {"sliding_window": 5}, 4),
+            ("cp4_bytescale", {"cp": 4, "context": {"name": "bytescale", "capacity": 4}}, {"tie_embeddings": True}, 4),
+            ("cp4_bytescale_shard2", {"cp": 2, "dp_shard": 2, "context": {"name": "bytescale", "capacity": 6}}, {}, 4),
+            ("cp4_basp", {"cp": 4, "context": "basp"}, {"sliding_window": 5}, 3),  # groups of 4, 4 and 2
+            ("cp4_basp_shard2", {"cp": 2, "dp_shard": 2, "context": "basp"}, {"tie_embeddings": True}, 2),
         )
     },
     "tp2_bias": Cell({"tp": 2}, {"family": "qwen2.5", "n_heads": 4, "n_kv_heads": 2}, micro=4, double=True),
@@ -241,6 +246,30 @@ TRAININGS = {
     "tp2_moe": Cell(
         {"tp": 2},
         {"family": "mixtral", "n_heads": 4, "n_kv_heads": 2, "n_experts": 4, "balance": "bias", "moe_ffn_dim": 32},
+        double=True,
+    ),
+    **{
+        name: Cell(
+            settings,
+            {"family": "mixtral", "n_heads": 4, "n_kv_heads": 2, "n_experts": 4, "moe_ffn_dim": 32, **more},
+            micro=micro,
+            double=True,
+        )
+        for name, settings, more, micro in (
+            ("ep2_bias", {"dp_shard": 2, "ep": 2}, {"balance": "bias"}, 2),
+            ("ep2_none", {"dp_shard": 2, "ep": 2}, {"balance": "none"}, 4),
+            ("ep2_cp", {"cp": 2, "ep": 2}, {"balance": "bias"}, 4),
+            ("ep2_shard4", {"dp_shard": 4, "ep": 2}, {"balance": "bias"}, 2),
+            ("ep2_of_3_to_4", {"dp_shard": 4, "ep": 2}, {"balance": "bias", "n_experts": 6}, 2),
+            ("ep2_replicate4", {"dp_shard": 2, "ep": 2}, {"balance": "bias"}, 1),
+            ("ep2_tp4", {"dp_shard": 2, "tp": 2, "ep": 2}, {"balance": "bias"}, 4),
+        )
+    },
+    "ep2_recompute": Cell(
+        {"dp_shard": 2, "ep": 2},
+        {"family": "mixtral", "n_experts": 4, "balance": "bias", "moe_ffn_dim": 32},
+        micro=2,
+        recompute=True,
         double=True,
     ),
     "fsdp2_bf16": Cell({"dp_shard": 2}, dtype=torch.bfloat16),
@@ -439,6 +468,26 @@ def planned(names: tuple[str, ...]) -> dict[str, Any]:
     return out
 
 
+def validation_of_other_weights() -> dict[str, Any]:
+    """A validation after a change of the weights, with no training step between: as of averages after the live ones."""
+    from trainwright.train.evaluate import evaluate
+
+    out: dict[str, Any] = {}
+    for name, settings in {"ddp": {}, "fsdp": {"dp_shard": 2}, "tp": {"tp": 2}}.items():
+        parallel = _spread(decoder("llama", n_heads=2, n_kv_heads=2, tie_embeddings=True), **settings)
+        mesh = build_mesh(ParallelConfig(**settings).resolve(world_size()), CPU)
+        objective = NextTokenConfig().build()
+        found = []
+        for _ in range(2):
+            batches = [my_rows(global_batch(0), mesh)]
+            found.append(evaluate(parallel, objective, batches, CPU, precision())["val_loss"])
+            with torch.no_grad():
+                for p in parallel.model.parameters():
+                    p.mul_(3.0)
+        out[name] = found
+    return out
+
+
 def planned_2() -> dict[str, Any]:
     return planned(("ddp2_decoder", "shard2_plain", "tp2", "tp2_tied", "tp2_stream_whole", "tp2_bias", "tp2_moe", "cp2",
                     "cp2_window", "cp2_ulysses"))  # fmt: skip
@@ -455,6 +504,7 @@ CHECKS = {
     for f in (
         comm_trace,
         planned_2,
+        validation_of_other_weights,
         planned_4,
         meta_build,
         different_builds,

@@ -232,3 +232,12 @@ def test_planned_bytes_are_the_recorded_ones(launch, world):
         assert len(found) >= 7
         for name, (recorded, expected) in found.items():
             assert recorded == expected, name
+
+
+def test_validation_sees_the_weights_of_the_moment(launch):
+    """No gathered weights are left over from the validation before."""
+    found = launch(2)[0]["validation_of_other_weights"]
+    assert found["fsdp"] == pytest.approx(found["ddp"], rel=1e-5) and found["tp"] == pytest.approx(
+        found["ddp"], rel=1e-5
+    )
+    assert abs(found["ddp"][0] - found["ddp"][1]) > 0.01

@@ -77,14 +77,32 @@ def split_arguments(arguments: list[str] | None) -> tuple[Path | None, list[str]
 @app.command()
 def train(
     arguments: RecipeAndOverrides = None,
-    nproc: Annotated[int, typer.Option(min=1, help="Processes on this machine; usually one a GPU.")] = 1,
+    nproc: Annotated[
+        str,
+        typer.Option(
+            metavar="N|MIN:MAX",
+            help="Processes on this machine, usually one a GPU; MIN:MAX starts MAX, goes on with fewer if one fails.",
+        ),
+    ] = "1",
+    restarts: Annotated[int, typer.Option(min=0, help="Failures after which all start again by themselves.")] = 0,
+    nnodes: Annotated[
+        str, typer.Option(metavar="N|MIN:MAX", help="Machines; MIN:MAX goes on with fewer, and lets others join.")
+    ] = "1",
+    rdzv: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where the machines meet: one of them, the same on all.")
+    ] = None,
+    rdzv_id: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Name of the job, the same on all machines; default: SLURM's job id."),
+    ] = None,
     resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with this run where it stopped.")] = None,
 ) -> None:
     """Train a model by a recipe; without one, the quickstart."""
     from trainwright.cli import train as command
 
     recipe, overrides = split_arguments(arguments)
-    raise typer.Exit(command.run(recipe, overrides, nproc, resume))
+    processes = command.Processes.parse(nproc, nnodes, rdzv, rdzv_id, restarts)
+    raise typer.Exit(command.run(recipe, overrides, processes, resume))
 
 
 @app.command()

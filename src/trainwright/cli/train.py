@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,52 @@ from trainwright.core.errors import ConfigError, Interrupted
 from trainwright.parallel import launch
 
 
-def run(recipe: Path | None, overrides: list[str], nproc: int, resume: Path | None) -> int:
-    """Train in this process, or in ``nproc`` of them; the exit code."""
+@dataclass(frozen=True)
+class Processes:
+    """How many processes to start, where, and how often again. Each range is its fewest and its most."""
+
+    here: tuple[int, int] = (1, 1)
+    restarts: int = 0
+    machines: launch.Machines | None = None
+
+    @classmethod
+    def parse(cls, nproc: str, nnodes: str, rdzv: str | None, rdzv_id: str | None, restarts: int) -> Processes:
+        """From the options of the command. Raises ConfigError."""
+        here, (fewest, most) = _range("--nproc", nproc), _range("--nnodes", nnodes)
+        if rdzv is None:
+            if most > 1:
+                raise ConfigError("needs --rdzv HOST:PORT, the same on every machine", key="--nnodes", value=nnodes)
+            return cls(here, restarts)
+        host, _, port = rdzv.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise ConfigError("should be HOST:PORT", key="--rdzv", value=rdzv)
+        job = rdzv_id or os.environ.get("SLURM_JOB_ID")
+        if job is None:
+            raise ConfigError("is needed with --rdzv: a name of the job, the same on every machine", key="--rdzv-id")
+        return cls(here, restarts, launch.Machines(fewest, most, rdzv, job))
+
+    @property
+    def alone(self) -> bool:
+        """Whether one process is asked for, with nobody to watch over it."""
+        return self.here[1] == 1 and self.machines is None and self.restarts == 0
+
+
+def _range(key: str, text: str) -> tuple[int, int]:
+    low, colon, high = text.partition(":")
+    if not low.isdigit() or (colon and not high.isdigit()):
+        raise ConfigError("should be a number, or MIN:MAX", key=key, value=text)
+    fewest, most = int(low), int(high or low)
+    if not 1 <= fewest <= most:
+        raise ConfigError("should be at least 1, and MIN no more than MAX", key=key, value=text)
+    return fewest, most
+
+
+def run(recipe: Path | None, overrides: list[str], processes: Processes, resume: Path | None) -> int:
+    """Train in this process, or in those asked for; the exit code."""
     if launch.launched():
         launch.follow_launcher()
-    elif nproc > 1:
-        return _launch(recipe, overrides, nproc, resume)
+    elif not processes.alone:
+        return _launch(recipe, overrides, processes, resume)
     config = load(recipe, overrides, resume)
     from trainwright.train import Trainer
 
@@ -25,6 +67,11 @@ def run(recipe: Path | None, overrides: list[str], nproc: int, resume: Path | No
         summary = Trainer(config, resume=resume is not None).fit()
     except KeyboardInterrupt:  # during the set-up, or a second Ctrl-C, which does not wait for the step
         raise Interrupted("interrupted; what came after the last checkpoint is not saved") from None
+    except Exception as error:
+        reason = launch.lost_another(error)
+        if reason and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            launch.leave_after_loss(reason)
+        raise
     finally:
         _leave_process_group()
     if os.environ.get("RANK", "0") == "0":
@@ -59,14 +106,37 @@ def closing(summary: dict[str, Any]) -> str:
     return "  ".join(parts) + (f"\n{where}" if where else "")
 
 
-def _launch(recipe: Path | None, overrides: list[str], nproc: int, resume: Path | None) -> int:
+def _launch(recipe: Path | None, overrides: list[str], processes: Processes, resume: Path | None) -> int:
+    from trainwright.train.degrees import check
+
+    fewest, most = processes.here
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("this process was started by torchrun already; leave out --nproc", key="--nproc", value=nproc)
-    load(recipe, overrides, resume).parallel.resolve(nproc)  # what is wrong is said once, before anything starts
+        raise ConfigError("this process was started by torchrun already; leave out --nproc", key="--nproc", value=most)
+    config = load(recipe, overrides, resume)
+    machines = processes.machines
+    # What is wrong is said once, before anything starts.
+    check(config, most * (machines.most if machines else 1))
+
+    def legal(workers: int) -> bool:
+        """With how many other machines is not known here; a fault is named by the workers then."""
+        try:
+            check(config, workers)
+        except ConfigError:
+            return machines is not None
+        return True
+
     arguments = ["train", *([str(recipe)] if recipe else []), *overrides]
     if resume is not None:
         arguments += ["--resume", str(resume)]
-    outcome = launch.launch(nproc, arguments)
+    outcome = launch.launch(
+        most,
+        arguments,
+        min_nproc=fewest,
+        machines=machines,
+        restarts=processes.restarts,
+        legal=legal,
+        say=lambda line: print(line, file=sys.stderr, flush=True),
+    )
     for message in outcome.messages:
         complain(outcome.code, message)
     return outcome.code

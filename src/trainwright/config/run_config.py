@@ -78,7 +78,7 @@ class RunConfig(BaseModel):
                 continue
             if issubclass(section, MethodConfig):
                 continue  # a slot: it names its own key
-            if not isinstance(value, dict):
+            if not isinstance(value, dict) and not (section is ParallelConfig and value == "auto"):
                 raise ConfigError(
                     f"should be a mapping with keys like {', '.join(list(section.model_fields)[:4])}",
                     key=key,

@@ -123,6 +123,58 @@ def load_named_state(
         optimizer.load_extra_state(scalars["extra"])
 
 
+def joined_scalars(parts: Sequence[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
+    """``scalars`` of :func:`named_state` for the whole model, from those of its stages; several ranks may have one.
+
+    What belongs to a parameter is put together. Groups stay those of each stage, and ``extra`` is kept by stage.
+    """
+    stages = dict(sorted(parts, key=lambda part: part[0]))
+    every = list(stages.values())
+    return {
+        "kind": max((s["kind"] for s in every), key=len),
+        "names": list(dict.fromkeys(name for s in every for name in s["names"])),
+        **{key: {n: v for s in every for n, v in s[key].items()} for key in ("shapes", "specs", "numbers")},
+        "groups": [group for s in every for group in s["groups"]],
+        "extra": every[0]["extra"],
+        "stages": {str(number): s["extra"] for number, s in stages.items()},
+    }
+
+
+def scalars_of(
+    scalars: dict[str, Any], optimizer: torch.optim.Optimizer, params: Sequence[NamedParam], stage: int | None = None
+) -> dict[str, Any]:
+    """The part of stored ``scalars`` for ``params`` where they are those of one ``stage``, or were stored by stages.
+
+    Otherwise ``scalars`` as they are. Stored groups with equal entries that together are one of ``optimizer``'s count
+    as that one.
+    """
+    by_stage = scalars.get("stages")
+    if stage is None and by_stage is None:
+        return scalars
+    mine = {n.name for n in params}
+    kept = dict(scalars)
+    kept.pop("stages", None)
+    if stage is not None:
+        kept["names"] = [n for n in scalars["names"] if n in mine]
+        for key in ("shapes", "specs", "numbers"):
+            kept[key] = {n: v for n, v in scalars[key].items() if n in mine}
+        kinds = set(scalars["kind"].split("+"))
+        if set(_kind(optimizer).split("+")) <= kinds:
+            kept["kind"] = _kind(optimizer)  # a stage may have no parameter for one of several parts
+        if by_stage is not None:
+            kept["extra"] = by_stage.get(str(stage), scalars["extra"])
+    stored = [(set(g["params"]) & mine, g["entries"]) for g in scalars["groups"]]
+    stored = [(names, entries) for names, entries in stored if names]
+    groups = []
+    for live, _ in _groups(optimizer, params):
+        parts = [(names, entries) for names, entries in stored if names <= live]
+        if parts and set().union(*(n for n, _ in parts)) == live and all(e == parts[0][1] for _, e in parts):
+            groups.append({"params": sorted(live), "entries": parts[0][1]})
+            stored = [part for part in stored if part not in parts]
+    kept["groups"] = groups + [{"params": sorted(names), "entries": entries} for names, entries in stored]
+    return kept
+
+
 def _groups(
     optimizer: torch.optim.Optimizer, params: Sequence[NamedParam]
 ) -> list[tuple[frozenset[str], list[dict[str, Any]]]]:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from trainwright.core.batch import Batch
+from trainwright.core.divided import Division
 from trainwright.core.errors import ConfigError
 from trainwright.models.base import LanguageModel
 from trainwright.parallel.config import ParallelConfig, context_method
@@ -60,6 +61,11 @@ class Parallelized:
 
     def state(self) -> dict[str, Tensor]:
         return model_state(self.model)
+
+    @property
+    def division(self) -> Division | None:
+        """The ranks that hold other parameters, for figures of all of them together."""
+        return None if self.pipeline is None else self.pipeline.division
 
     def shard(self, batch: Batch) -> Batch:
         """This rank's part of a micro-batch that the ranks of its context group hold."""
@@ -109,7 +115,9 @@ def parallelize(
         "context_size": degrees.cp,
         "context": _spread_context(model, mesh, config) if degrees.cp > 1 else None,
     }
-    sharded = degrees.dp_shard > 1
+    if degrees.pp > 1:
+        return _stages(model, mesh, config, precision, device, spread, from_first)
+    sharded = degrees.dp_shard > 1 or degrees.ep > 1
     trained = any(p.requires_grad for p in model.parameters())
     reduced = mesh.dp_size * degrees.cp > 1 and trained  # else no gradient has to be added up
     with fill_from_first_rank(model, device) if from_first else contextlib.nullcontext():
@@ -117,9 +125,16 @@ def parallelize(
             from trainwright.parallel.tensor import apply_tensor_parallel
 
             apply_tensor_parallel(model, cast(DeviceMesh, mesh.submesh("tp")), config.sequence_parallel)
+            _narrow_attention(model, mesh.rank_in("tp"), degrees.tp)
+        experts_over = None
+        if degrees.ep > 1:
+            from trainwright.parallel.expert import apply_expert_parallel
+
+            experts_over, spread_over = mesh.expert_meshes()
+            apply_expert_parallel(model, spread_over)
         # DDP takes plain parameters; what is cut already is replicated by FSDP2's machinery.
         if sharded or (reduced and degrees.tp > 1):
-            _fully_shard(model, mesh, config, precision)
+            _fully_shard(model, mesh, config, precision, experts_over)
         model = model.to_empty(device=device) if _on_meta(model) else model.to(device)
     if sharded or not reduced or degrees.tp > 1:
         return Parallelized(model, model, accumulate=config.accumulate, **spread)
@@ -135,10 +150,40 @@ def parallelize(
     return Parallelized(model, wrapped, **spread)
 
 
+def _stages(
+    model: LanguageModel,
+    mesh: Mesh,
+    config: ParallelConfig,
+    precision: Any,
+    device: torch.device,
+    spread: dict[str, Any],
+    from_first: bool,
+) -> Parallelized:
+    """This rank's stages of a pipeline. All of ``model`` is filled before it is cut."""
+    from trainwright.parallel.pipeline.apply import apply_pipeline
+
+    if from_first:
+        with fill_from_first_rank(model, device):
+            model = model.to_empty(device="cpu") if _on_meta(model) else model
+    if mesh.degrees.tp > 1:
+        from trainwright.parallel.tensor import apply_tensor_parallel
+
+        apply_tensor_parallel(model, cast(DeviceMesh, mesh.submesh("tp")), config.sequence_parallel)
+    pipeline = apply_pipeline(model, mesh, config, precision, device)
+    return Parallelized(pipeline.model, pipeline.model, pipeline=pipeline, **spread)
+
+
 def _spread_context(model: LanguageModel, mesh: Mesh, config: ParallelConfig) -> ContextParallel:
     """Swap the attention of ``model`` for one over the ranks of the context group."""
     method = context_method(config)
     decoder = cast(Any, model)
+    if any(hasattr(block.attn.attend, "narrow") for block in decoder.blocks):
+        raise ConfigError(
+            "spreads the tokens of dense attention, and a transform (s2_attention) has swapped it; set 1, or leave the "
+            "transform out",
+            key="parallel.cp",
+            value=mesh.degrees.cp,
+        )
     context = method.build(mesh, decoder.arch.n_heads // mesh.degrees.tp)
     decoder.plan_attention = context.plan
     for block in decoder.blocks:
@@ -146,25 +191,42 @@ def _spread_context(model: LanguageModel, mesh: Mesh, config: ParallelConfig) ->
     return context
 
 
+def _narrow_attention(model: LanguageModel, rank: int, ranks: int) -> None:
+    """Attention that differs by head (models/transforms/s2_attention.py) is told which heads are here."""
+    decoder = cast(Any, model)
+    for owner, name in ((decoder, "plan_attention"), *((block.attn, "attend") for block in decoder.blocks)):
+        part = getattr(owner, name)
+        if hasattr(part, "narrow"):
+            setattr(owner, name, part.narrow(rank, ranks))
+
+
 def _on_meta(model: nn.Module) -> bool:
     return any(p.is_meta for p in model.parameters())
 
 
-def _fully_shard(model: LanguageModel, mesh: Mesh, config: ParallelConfig, precision: Any) -> None:
+def _fully_shard(
+    model: LanguageModel, mesh: Mesh, config: ParallelConfig, precision: Any, experts_over: DeviceMesh | None = None
+) -> None:
+    """experts_over  the ranks that hold the same experts, where these are spread"""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    over = mesh.data_mesh()
+    over = cast(DeviceMesh, mesh.data_mesh())
     reduce_dtype = torch.promote_types(torch.float32, next(model.parameters()).dtype)
     policy = MixedPrecisionPolicy(param_dtype=precision.fsdp_param_dtype, reduce_dtype=reduce_dtype)
-    if mesh.degrees.dp_shard == 1:
+    if mesh.degrees.dp_shard == 1 and experts_over is None:
         from torch.distributed._composable.replicate_with_fsdp import replicate
 
         for block in model.blocks:
             replicate(block, mesh=over, mp_policy=policy)
         replicate(model, mesh=over, mp_policy=policy)
         return
+    settings: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": config.reshard_after_forward}
     for block in model.blocks:
-        fully_shard(block, mesh=over, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
+        if experts_over is not None:
+            from trainwright.parallel.expert import fully_shard_experts
+
+            fully_shard_experts(block, experts_over, over, mesh.degrees.ep, **settings)
+        fully_shard(block, mesh=over, **settings)
     # The root holds embedding, last norm and head (tied or not): used at both ends of the forward pass, so they stay.
     root: Any = fully_shard(model, mesh=over, mp_policy=policy, reshard_after_forward=False)
     if config.find_unused_parameters:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from trainwright.core.errors import ConfigError
 from trainwright.core.registry import Slot, build
 from trainwright.parallel.context.base import ContextConfig
-
-_LATER = ("pp", "ep")  # degrees that are declared and not yet built
 
 
 @dataclass(frozen=True)
@@ -80,6 +78,27 @@ class ParallelConfig(BaseModel):
     find_unused_parameters: bool = Field(
         False, description="Allow parameters that some micro-batch does not use (per-expert modules, skipped layers)."
     )
+    auto: bool = Field(
+        False,
+        description="Choose dp_replicate, dp_shard, cp and tp anew at each start, by the number of processes, the "
+        "model, seq_len and the memory of a device. `parallel: auto` is short for it.",
+    )
+    device_memory: PositiveFloat | None = Field(
+        None, description="auto: GiB of memory to count on for each device; null: what it has."
+    )
+    timeout: PositiveFloat = Field(
+        600.0, description="Seconds that ranks wait for one that does not answer before the run ends."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        """``parallel: auto``, also with overrides of other keys."""
+        if value == "auto":
+            return {"auto": True}
+        if isinstance(value, dict) and value.get("name") == "auto":
+            return {**{k: v for k, v in value.items() if k != "name"}, "auto": True}
+        return value
 
     @field_validator("dp_replicate")
     @classmethod
@@ -90,18 +109,11 @@ class ParallelConfig(BaseModel):
 
     def resolve(self, world_size: int) -> Degrees:
         """Degrees on ``world_size`` processes. Raises ConfigError where they don't multiply to it."""
-        for key in _LATER:
-            if getattr(self, key) > 1:
-                raise ConfigError(
-                    "is not in this release (it has dp_replicate and dp_shard); set it to 1",
-                    key=f"parallel.{key}",
-                    value=getattr(self, key),
-                )
         others = self.dp_shard * self.cp * self.tp * self.pp
         replicate = self.dp_replicate
         if replicate == -1:
             if world_size % others:
-                raise ConfigError(self._misfit(world_size, others), key="parallel")
+                raise self._misfit(world_size, others)
             replicate = world_size // others
         if replicate * others != world_size:
             named = [("dp_replicate", replicate), *((k, getattr(self, k)) for k in ("dp_shard", "cp", "tp", "pp"))]
@@ -120,19 +132,22 @@ class ParallelConfig(BaseModel):
             )
         return Degrees(replicate, self.dp_shard, self.cp, self.tp, self.pp, self.ep)
 
-    def _misfit(self, world_size: int, others: int) -> str:
+    def _misfit(self, world_size: int, others: int) -> ConfigError:
         """What to say where the degrees do not divide the number of processes."""
         named = [(k, getattr(self, k)) for k in ("dp_shard", "cp", "tp", "pp") if getattr(self, k) > 1]
         if len(named) == 1:
             key, value = named[0]
-            return (
-                f"{key}={value} does not divide the world size {world_size}; use one of "
-                f"{_choices(world_size)}, or start another number of processes (--nproc)"
+            return ConfigError(
+                f"does not divide the world size {world_size}; use one of {_choices(world_size)}, or start another "
+                f"number of processes (--nproc {value})",
+                key=f"parallel.{key}",
+                value=value,
             )
         product = " x ".join(f"{k}={v}" for k, v in named)
-        return (
-            f"{product} = {others} does not divide the world size {world_size}; start {others} processes or a "
-            f"multiple (--nproc {others}), or lower one of them"
+        return ConfigError(
+            f"{product} = {others} does not divide the world size {world_size}; start {others} processes or a multiple "
+            f"(--nproc {others}), or lower one of them",
+            key="parallel",
         )
 
 

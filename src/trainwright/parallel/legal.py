@@ -60,6 +60,14 @@ def check_cut(degrees: Degrees, config: ParallelConfig, arch: Architecture | Non
             key="parallel.ep",
             value=ep,
         )
+    ranks = degrees.dp_shard * cp // ep  # with the same experts: FSDP2 shards these, or each of them
+    if ep > 1 and (arch.n_experts // ep) % ranks and (arch.moe_ffn_dim % ranks or arch.dim % ranks):
+        raise ConfigError(
+            f"leaves {arch.n_experts // ep} experts of widths {arch.moe_ffn_dim} and {arch.dim} to {ranks} ranks "
+            "(dp_shard x cp / ep) to shard evenly; use a larger ep",
+            key="parallel.ep",
+            value=ep,
+        )
 
 
 def _divisors(*sizes: int) -> str:

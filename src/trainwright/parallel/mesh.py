@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from trainwright.core.errors import ConfigError
 from trainwright.parallel.config import Degrees
 
 # Outermost first. Neighbouring ranks share a node, so the dimensions that talk most lie innermost.
@@ -81,12 +82,31 @@ class Mesh:
         degrees = self.degrees
         if self.mesh is None:
             return None
-        inner = self._flat("dp_shard", "cp") if degrees.dp_shard > 1 else self._flat("dp_replicate", "cp")
-        if degrees.dp_shard == 1 or degrees.dp_replicate == 1:
+        # Experts that are spread need a group of ranks that each hold some, so all of it is sharded over these.
+        sharded = degrees.dp_shard > 1 or degrees.ep > 1
+        inner = self._flat("dp_shard", "cp") if sharded else self._flat("dp_replicate", "cp")
+        if not sharded or degrees.dp_replicate == 1:
             return inner
-        if degrees.cp == 1:
-            return self.submesh("dp_replicate", "dp_shard")
+        if degrees.cp == 1 or degrees.dp_shard == 1:
+            return self.submesh("dp_replicate", "dp_shard", "cp")
         return self.mesh["dp_replicate", "dp_shard_cp"]
+
+    def expert_meshes(self) -> tuple[DeviceMesh, DeviceMesh]:
+        """``ep`` above 1: the mesh over ranks with the same experts, and the one that experts are spread over.
+
+        Neighbours among the ``dp_shard x cp`` ranks hold different experts; those ``ep`` apart hold the same, which
+        FSDP2 shards over them. The first has one dimension (which may be 1 rank), or two where there are replicas.
+        Collective. Raises ConfigError where torch is too old to take a dimension of a mesh apart.
+        """
+        degrees = self.degrees
+        flat = self._flat("dp_shard", "cp")
+        if flat is None or not hasattr(flat, "_unflatten"):
+            raise ConfigError(f"needs a newer torch than {torch.__version__}", key="parallel.ep", value=degrees.ep)
+        parts = flat._unflatten(0, (flat.size() // degrees.ep, degrees.ep), ("expert_shard", "ep"))
+        parts._flatten("expert_shard_ep")  # DTensor finds it: a norm is then one collective, not two
+        same = parts["expert_shard"]
+        replicas = self.submesh("dp_replicate")
+        return (same if replicas is None else DeviceMesh._concatenate([replicas, same])), parts["ep"]
 
     def _flat(self, *dims: str) -> DeviceMesh | None:
         sub = self.submesh(*dims)
@@ -103,10 +123,17 @@ class Mesh:
         return sub.get_group() if sub.ndim == 1 else sub._flatten().get_group()
 
 
-def build_mesh(degrees: Degrees, device: torch.device) -> Mesh:
-    """The mesh of ``degrees``; shards of one replica are neighbours, so they share a node."""
+def build_mesh(degrees: Degrees, device: torch.device, timeout_s: float | None = None) -> Mesh:
+    """The mesh of ``degrees``; shards of one replica are neighbours, so they share a node.
+
+    timeout_s  seconds that a collective of its dimensions may take; None: torch's own
+    """
     names = tuple(d for d in DIMENSIONS if getattr(degrees, d) > 1)
     if not names:
         return Mesh(degrees, None)
     shape = tuple(getattr(degrees, d) for d in names)
-    return Mesh(degrees, init_device_mesh(device.type, shape, mesh_dim_names=names))
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    if timeout_s is not None:
+        for group in mesh.get_all_groups():
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+    return Mesh(degrees, mesh)

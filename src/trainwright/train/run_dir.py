@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from trainwright.core.distributed import broadcast_object, is_main
 from trainwright.core.errors import ConfigError, InputError
 
 CONFIG = "config.yaml"
+JOB = ".job"  # names the job that made the folder, see goes_on
 
 
 def saved_config(run_dir: Path) -> dict[str, Any]:
@@ -25,6 +27,33 @@ def saved_config(run_dir: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"{path} is damaged; the run cannot be opened")
     return data
+
+
+def goes_on(config: RunConfig, resume: bool) -> bool:
+    """Whether to go on with the run in the folder: asked for, or this job's launcher has started its processes again.
+
+    The folder carries the name of the job that made it; rank 0 looks. A cluster that queues a job anew under its old
+    name (``--rdzv-id``) goes on likewise.
+    """
+
+    def same_job() -> bool:
+        path, job = config.run_dir / JOB, _job()
+        return job is not None and path.is_file() and path.read_text("utf-8") == job
+
+    return bool(broadcast_object(resume or (is_main() and same_job())))
+
+
+def _job() -> str | None:
+    """Name of the job that torchrun or our launcher has started this process for; None for a process alone."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    if name is None:
+        return None
+    if name != "none":
+        return name
+    import psutil
+
+    launcher = psutil.Process().parent()  # torchrun without --rdzv-id
+    return None if launcher is None else f"{socket.gethostname()}-{launcher.pid}-{int(launcher.create_time())}"
 
 
 def check(config: RunConfig, resume: bool) -> None:
@@ -89,6 +118,9 @@ def _create(config: RunConfig, resume: bool) -> None:
         config.checkpoint_dir.mkdir(parents=True, exist_ok=True)
         run_dir.mkdir(parents=True, exist_ok=True)
         write_atomic(run_dir / CONFIG, config.to_yaml())
+        job = _job()
+        if job is not None:
+            write_atomic(run_dir / JOB, job)
     except OSError as error:
         raise _unwritable(config, error) from None
 

@@ -17,7 +17,8 @@ import torch
 
 from trainwright.config.run_config import RunConfig
 from trainwright.core.allocator import keep_freed_memory
-from trainwright.core.distributed import all_reduce_sum, is_main, launched_world_size
+from trainwright.core.distributed import all_reduce_sum, gather_objects, is_main, launched_world_size
+from trainwright.core.divided import divided
 from trainwright.core.errors import ConfigError, Interrupted, StoppedByMonitor
 from trainwright.core.params import named_params
 from trainwright.core.registry import build as build_method
@@ -26,13 +27,22 @@ from trainwright.memory.fused_backward import FusedBackward, FusedBackwardConfig
 from trainwright.models.architecture import Architecture
 from trainwright.objectives.base import RunContext
 from trainwright.optim.base import reported, swapped_for_evaluation
-from trainwright.optim.state import allocate_named_state, load_named_state, named_state, optimizer_state_bytes
+from trainwright.optim.state import (
+    allocate_named_state,
+    joined_scalars,
+    load_named_state,
+    named_state,
+    optimizer_state_bytes,
+    scalars_of,
+)
 from trainwright.resilience.base import StepInfo
 from trainwright.resilience.policy import Decision, Policy
 from trainwright.train import run_dir as run_folder
+from trainwright.train.degrees import check_agreed, settled
 from trainwright.train.evaluate import evaluate
 from trainwright.train.executor import AutogradExecutor
 from trainwright.train.interaction import build_interaction
+from trainwright.train.pipeline_executor import PipelineExecutor
 
 if TYPE_CHECKING:
     from trainwright.parallel.comm.trace import CommTrace
@@ -64,15 +74,22 @@ class Trainer:
         from trainwright.parallel.mesh import build_mesh, init_distributed
 
         started = time.perf_counter()
+        config = settled(config)
         self.config, self.resume = config, resume
         degrees = config.parallel.resolve(launched_world_size())
         if degrees.world_size > 1:
             check_cut(degrees, config.parallel, _architecture(config), config.train.seq_len)
+        if degrees.pp > 1:
+            from trainwright.parallel.pipeline.legal import check_recipe
+
+            check_recipe(degrees, config, *_local_rows(config, degrees.dp_replicate * degrees.dp_shard, degrees.pp))
         self.device = _device(config)
         if self.device.type == "cpu":
             keep_freed_memory()
-        init_distributed(self.device)
-        self.mesh = build_mesh(degrees, self.device)
+        init_distributed(self.device, config.parallel.timeout)
+        check_agreed(config, degrees)
+        self.resume = resume = run_folder.goes_on(config, resume)
+        self.mesh = build_mesh(degrees, self.device, config.parallel.timeout)
         self.rows = config.train.global_batch_rows
         if self.rows < self.mesh.dp_size:
             raise ConfigError(
@@ -118,7 +135,8 @@ class Trainer:
         micro = self._micro_batch_size()
         budget = micro * config.train.seq_len if config.data.batcher.regroups else None
         self.fused_backward = self._fused_backward(fused, micro, budget) if fused else None
-        self.executor = AutogradExecutor(micro, self.precision, budget, self.device, self.fused_backward)
+        kind = AutogradExecutor if self.parallel.pipeline is None else PipelineExecutor
+        self.executor = kind(micro, self.precision, budget, self.device, self.fused_backward)
         self.interaction = build_interaction(self)
         self.monitors = [(m.name, m.build()) for m in config.monitors]
         self.policy = self._build_policy()
@@ -162,9 +180,7 @@ class Trainer:
         self.loader = self.data.train_loader(self.rows, self._max_rows, steps)
 
     def _micro_batch_size(self) -> int:
-        config = self.config.train
-        local = math.ceil(self.rows / self.mesh.dp_size)
-        return min(config.micro_batch_size or max(1, 8192 // config.seq_len), local)
+        return _local_rows(self.config, self.mesh.dp_size, self.mesh.degrees.pp)[1]
 
     def _fused_backward(self, method: FusedBackwardConfig, micro: int, budget: int | None) -> FusedBackward:
         """Refuses what needs all gradients before the first step."""
@@ -269,6 +285,8 @@ class Trainer:
     def save(self, metric: float | None = None) -> None:
         """Checkpoint now. Asynchronous saves return once the state is copied."""
         state = named_state(self.optimizer, self.params)
+        if self.parallel.pipeline is not None:
+            state["scalars"] = joined_scalars(gather_objects((self.mesh.rank_in("pp"), state["scalars"])))
         meta = {
             "progress": vars(self.progress),
             "loader": self.loader.state_dict(),
@@ -305,7 +323,8 @@ class Trainer:
         """Load everything of ``path``; ``loader=False`` leaves the data position where it is (after a rollback)."""
         from trainwright.train.checkpoint import inspect
 
-        scalars = inspect(path).meta["optimizer"]
+        stage = None if self.parallel.pipeline is None else self.mesh.rank_in("pp")
+        scalars = scalars_of(inspect(path).meta["optimizer"], self.optimizer, self.params, stage)
         tree = self._tensors_tree(allocate_named_state(self.params, scalars))
         meta = self.checkpointer.load(path, tensors=tree, weights=self.parallel.state())
         state = {"tensors": tree["optimizer"], "scalars": scalars}
@@ -453,7 +472,8 @@ class Trainer:
             self._set_lr()  # the steps are taken within
         result = self.executor.run(self.parallel, self.objective, batch)
         self.precision.unscale(self.optimizer)
-        grad_norm = self.clip(self._tensors) if self.fused_backward is None else self.fused_backward.grad_norm()
+        with divided(self.parallel.division):
+            grad_norm = self.clip(self._tensors) if self.fused_backward is None else self.fused_backward.grad_norm()
         t2 = time.perf_counter()
 
         # One read of the device a step: the verdict has to come before the update.
@@ -614,6 +634,12 @@ class Trainer:
     def _sample(self, prompt: str) -> None:
         from trainwright.train.runs import sample_text
 
+        if self.parallel.pipeline is not None:
+            log.warning(
+                "no sample.txt: a pipeline has no rank with the whole model; get one with `trainwright generate %s`",
+                self.config.run_dir,
+            )
+            return
         # On every rank: a sharded model needs all of them for a forward pass, and the same seed gives the same text.
         with swapped_for_evaluation(self.average, self.optimizer) or nullcontext():
             text = sample_text(self.parallel.model, self.tokenizer, prompt, seed=self.config.run.seed)
@@ -665,6 +691,15 @@ def _architecture(config: RunConfig) -> Architecture | None:
     """That of one of our own decoders; None for other models."""
     find = getattr(config.model, "architecture", None)
     return None if find is None else find(getattr(config.model, "vocab_size", None) or 1)
+
+
+def _local_rows(config: RunConfig, ranks: int, pp: int) -> tuple[int, int]:
+    """Rows of a step, and those of a micro-batch, on each of the ranks that see different rows."""
+    local = max(1, math.ceil(config.train.global_batch_rows / ranks))
+    micro = config.train.micro_batch_size or max(1, 8192 // config.train.seq_len)
+    if pp > 1 and config.train.micro_batch_size is None:
+        micro = min(micro, max(1, local // (4 * pp)))  # ranks are idle for (pp - 1) / micro-batches of a step
+    return local, min(micro, local)
 
 
 def _due(every: int | None, step: int) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from trainwright.core.distributed import full_tensor
+from trainwright.core.divided import current_division
 from trainwright.core.registry import register
 from trainwright.optim.base import ClipConfig, by_mesh
 
@@ -38,14 +39,23 @@ class GlobalNormClipper:
 def total_norm(params: Sequence[Tensor]) -> tuple[Tensor, list[list[Tensor]]]:
     """Norm of all gradients together, 0-d and plain, without a host sync; and those of ``params`` that have one.
 
-    Sharded gradients count whole; the parameters come as one list per mesh, see ``by_mesh``.
+    Sharded gradients count whole; the parameters come as one list per mesh, see ``by_mesh``. Where parameters are
+    divided over ranks (core/divided.py), all of them count, and every one of these ranks has to call.
     """
     # Gradients lie as their parameters do.
     parts = list(by_mesh(p for p in params if p.grad is not None).values())
+    division = current_division()
+    if division is None:
+        return _norm(params, parts), parts
+    counted = list(by_mesh(p for p in params if p.grad is not None and division.counts(p)).values())
+    return division.norm(_norm(params, counted)), parts
+
+
+def _norm(params: Sequence[Tensor], parts: list[list[Tensor]]) -> Tensor:
     if not parts:
-        return torch.zeros((), device=params[0].device if params else None), []
+        return torch.zeros((), device=params[0].device if params else None)
     norms = [full_tensor(norm) for part in parts for norm in _norms([p.grad for p in part if p.grad is not None])]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms)), parts
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
 def _norms(grads: list[Tensor]) -> list[Tensor]:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from trainwright.core.errors import CheckpointError, ConfigError
+from trainwright.parallel.launch import lost_another
 from trainwright.train.checkpoint import codec, folders
 from trainwright.train.checkpoint.files import (
     FileRecord,
@@ -267,7 +268,8 @@ class Checkpointer:
         try:
             self._write(job)
         except Exception as error:  # raised again on the calling thread, by wait()
-            logger.error("checkpoint of step %d failed: %s", job.step, error)
+            if not lost_another(error):  # what is to be said of a lost rank is said once, elsewhere
+                logger.error("checkpoint of step %d failed: %s", job.step, error)
             self._error = error
 
     def _write(self, job: _Job) -> None:

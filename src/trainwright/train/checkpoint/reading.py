@@ -108,6 +108,8 @@ class CheckpointReader(StorageReader):
             self._shards[MetadataIndex(fqn, offsets)] = _Shard(file, split_name(fqn)[1], tuple(sizes), entry["dtype"])
         if sum(math.prod(c.sizes) for c in chunks) != math.prod(size):
             raise ValueError(f"the shards of {fqn} do not cover it")
+        if _overlap(chunks):  # then something else is missing: no layout is like this
+            raise ValueError(f"two shards of {fqn} lie on each other")
         return TensorStorageMetadata(TensorProperties(dtype=DTYPE_OF[entry["dtype"]]), size, chunks)
 
     def specs(self) -> dict[str, TensorSpec]:
@@ -166,6 +168,23 @@ class CheckpointReader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+
+def _overlap(chunks: list[ChunkStorageMetadata]) -> bool:
+    """Whether two boxes share an element. Sorted by their first rows, a box is compared with the few beside it."""
+    if not chunks or not chunks[0].sizes:
+        return len(chunks) > 1
+    live: list[ChunkStorageMetadata] = []
+    for chunk in sorted((c for c in chunks if math.prod(c.sizes)), key=lambda c: tuple(c.offsets)):
+        live = [other for other in live if other.offsets[0] + other.sizes[0] > chunk.offsets[0]]
+        for other in live:
+            if all(
+                a < c + d and c < a + b
+                for a, b, c, d in zip(chunk.offsets, chunk.sizes, other.offsets, other.sizes, strict=True)
+            ):
+                return True
+        live.append(chunk)
+    return False
 
 
 def read_values(path: Path) -> dict[str, Any]:

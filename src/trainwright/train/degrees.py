@@ -1,0 +1,101 @@
+"""The degrees of parallelism of a recipe on so many processes: as given, or chosen where it says ``parallel: auto``."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from typing import Any
+
+from trainwright.config.run_config import RunConfig
+from trainwright.core.distributed import gather_objects, launched_world_size
+from trainwright.core.errors import ConfigError
+from trainwright.models.architecture import Architecture
+from trainwright.parallel.auto import Machine, Work, choose
+from trainwright.parallel.config import Degrees
+from trainwright.parallel.legal import check_cut
+
+log = logging.getLogger("trainwright")
+_USUAL_VOCABULARY = 50_000  # where the tokenizer is not there yet and does not say
+
+
+def settled(config: RunConfig, world_size: int | None = None, *, quietly: bool = False) -> RunConfig:
+    """``config`` with the degrees that ``parallel: auto`` stands for; otherwise ``config`` itself.
+
+    Every rank chooses for itself, by figures that are the same on all: no process group is needed.
+    Raises ConfigError where no degrees are legal.
+    """
+    if not config.parallel.auto:
+        return config
+    world_size = launched_world_size() if world_size is None else world_size
+    choice = choose(world_size, config.parallel, work(config), machine(config, world_size))
+    if not quietly and os.environ.get("RANK", "0") == "0":
+        log.log(logging.INFO if choice.fits else logging.WARNING, choice.sentence())
+    chosen = {k: getattr(choice.degrees, k) for k in ("dp_replicate", "dp_shard", "cp", "tp")}
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update=chosen)})
+
+
+def check(config: RunConfig, world_size: int) -> Degrees:
+    """The degrees on ``world_size`` processes. Raises ConfigError where the recipe cannot run on these."""
+    config = settled(config, world_size, quietly=True)
+    degrees = config.parallel.resolve(world_size)
+    if world_size > 1:
+        check_cut(degrees, config.parallel, architecture(config), config.train.seq_len)
+    rows, dp_size = config.train.global_batch_rows, degrees.dp_replicate * degrees.dp_shard
+    if rows < dp_size:
+        raise ConfigError(
+            f"gives {rows} rows of seq_len={config.train.seq_len} a step, fewer than the {dp_size} data-parallel "
+            f"ranks; use at least {dp_size * config.train.seq_len}",
+            key="train.global_batch_tokens",
+            value=config.train.global_batch_tokens,
+        )
+    return degrees
+
+
+def check_agreed(config: RunConfig, degrees: Degrees) -> None:
+    """Raises ConfigError on every rank where machines with other memory chose other degrees. Collective."""
+    if not config.parallel.auto:
+        return
+    others = [d for d in gather_objects(degrees) if d != degrees]
+    if others:
+        raise ConfigError(
+            f"machines with different memory choose different degrees ({degrees} and {others[0]}); set "
+            "parallel.device_memory to the smallest, in GiB",
+            key="parallel",
+            value="auto",
+        )
+
+
+def work(config: RunConfig) -> Work:
+    train = config.train
+    rows = min(train.micro_batch_size or max(1, 8192 // train.seq_len), train.global_batch_rows)
+    recompute = any(m.name == "activation_checkpointing" for m in config.memory)
+    return Work(architecture(config), train.seq_len, train.global_batch_rows, rows * train.seq_len, recompute)
+
+
+def machine(config: RunConfig, world_size: int) -> Machine:
+    """Memory and number of devices of this machine, in whole GiB so that equal machines agree."""
+    import torch
+
+    from trainwright.core.hardware import total_memory
+
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    given = config.parallel.device_memory
+    if given is not None:
+        return Machine(int(given * 2**30), here)
+    if config.run.device != "cpu" and torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties(0).total_memory
+    else:
+        memory = total_memory() // here
+    return Machine(max(memory // 2**30, 1) * 2**30, here)
+
+
+def architecture(config: RunConfig) -> Architecture | None:
+    """That of one of our own decoders, with as many ids as the recipe lets one know; None for other models."""
+    find = getattr(config.model, "architecture", None)
+    if find is None:
+        return None
+    tokenizer: Any = config.tokenizer
+    ids = 257 if tokenizer is not None and tokenizer.name == "bytes" else getattr(tokenizer, "vocab_size", None)
+    found: Architecture = find(getattr(config.model, "vocab_size", None) or ids or _USUAL_VOCABULARY)
+    return dataclasses.replace(found)
