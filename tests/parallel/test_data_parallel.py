@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
+pytestmark = pytest.mark.timeout(900)  # a start of all cells takes minutes on a busy machine
 WORKER = Path(__file__).parent / "parallel_worker.py"
 spec = importlib.util.spec_from_file_location("parallel_worker", WORKER)
 worker = importlib.util.module_from_spec(spec)
@@ -25,36 +27,48 @@ CHECKS = {name: 4 if name in ("meta_build", "meshes", "planned_4") else 2 for na
 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory):
-    """``launch(world)``: results of all cells of that world size, by rank; each world is started once."""
+    """``launch(world)``: results of all cells of that world size, by rank; each world is started once in a test run."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
     @functools.cache
     def run(world):
-        cells = [n for n, w in {**WORLD, **CHECKS}.items() if w == world]
-        out = tmp_path_factory.mktemp("ranks") / "result"
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = str(s.getsockname()[1])
-        env = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command = [sys.executable, str(WORKER), str(out), ",".join(cells)]
-        ranks = [
-            subprocess.Popen(
-                command,
-                env={**env, "RANK": str(r), "LOCAL_RANK": str(r), "OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for r in range(world)
-        ]
-        try:
-            logs = [p.communicate(timeout=150)[0] for p in ranks]
-        finally:
-            for p in ranks:
-                p.kill()
-        assert all(p.returncode == 0 for p in ranks), "\n".join(logs)[-6000:]
-        return [torch.load(f"{out}.{r}") for r in range(world)]
+        out = shared / f"ranks{world}"
+        with FileLock(shared / f"ranks{world}.lock"):
+            if not out.exists():
+                out.mkdir()
+                start(world, out / "result")
+        files = [out / f"result.{r}" for r in range(world)]
+        if not all(f.exists() for f in files):
+            pytest.fail(f"the {world} ranks failed; see the first test that started them")
+        return [torch.load(f) for f in files]
 
     return run
+
+
+def start(world, out):
+    cells = [n for n, w in {**WORLD, **CHECKS}.items() if w == world]
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    env = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, str(WORKER), str(out), ",".join(cells)]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**env, "RANK": str(r), "LOCAL_RANK": str(r), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for r in range(world)
+    ]
+    try:
+        logs = [p.communicate(timeout=600)[0] for p in ranks]
+    finally:
+        for p in ranks:
+            p.kill()
+    assert all(p.returncode == 0 for p in ranks), "\n".join(logs)[-6000:]
 
 
 @functools.cache
@@ -83,7 +97,7 @@ def tolerance(cell):
 
 @pytest.mark.parametrize("name", worker.TRAININGS)
 def test_training_equals_one_process(launch, name):
-    """20 AdamW steps with clipping on ragged and empty shares: losses, norms, validation and weights."""
+    """AdamW steps with clipping on ragged and empty shares: losses, norms, validation and weights."""
     cell, want = worker.TRAININGS[name], reference(name)
     loss_rtol, norm_rtol, weight_atol = tolerance(cell)
     for ranks_result in launch(WORLD[name]):
@@ -227,11 +241,12 @@ def test_bytes_sent():
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_planned_bytes_are_the_recorded_ones(launch, world):
-    """trainwright plan comm, kind by kind and to the byte."""
-    for found in (rank[f"planned_{world}"] for rank in launch(world)):
-        assert len(found) >= 7
-        for name, (recorded, expected) in found.items():
-            assert recorded == expected, name
+    """trainwright plan comm, kind by kind and to the byte, of the rank with the largest shards."""
+    ranks = [rank[f"planned_{world}"] for rank in launch(world)]
+    assert len(ranks[0]) >= 7
+    for name, (first, expected) in ranks[0].items():
+        most = {kind: max(rank[name][0].get(kind, 0) for rank in ranks) for kind in first}
+        assert most == expected, name
 
 
 def test_validation_sees_the_weights_of_the_moment(launch):
