@@ -14,8 +14,8 @@ from trainwright.objectives.next_token import NextTokenConfig
     "objective",
     "sft",
     requires={
-        "source.chat|source.panda_llm|source.tint|source.pyx": "fine-tuning needs data that tells answers from questions; add a "
-        "source of name chat, or set objective=next_token to train on every token"
+        "source.chat|source.panda_llm|source.tint|source.pyx": "fine-tuning needs data that tells answers from "
+        "questions; add a source of name chat, or set objective=next_token to train on every token"
     },
 )
 class SftConfig(NextTokenConfig):
