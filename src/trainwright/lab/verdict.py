@@ -91,7 +91,7 @@ def evaluate(check: Check, arm: ArmResult, versus: ArmResult) -> CheckResult:
         result.reason = f"{result.reason}; {said}" if result.reason else said
         # The arm that lost may have a better rate beyond its grid: then nothing is decided.
         loser = {SHOWN: versus, CONTRADICTED: arm}.get(result.outcome)
-        if loser is not None and loser.edge:
+        if loser is not None and loser.edge and "loss" in check.quantity:
             result.outcome = NOT_SHOWN
     return result
 
