@@ -480,7 +480,8 @@ class Trainer:
         names = list(result.metrics)
         seconds_so_far = time.perf_counter() - t0 if is_main() else 0.0
         flag = 1.0 if self._stop_signal is not None else 0.0
-        host = torch.tensor([result.positions, seconds_so_far, flag], dtype=torch.float64).to(self.device)
+        positions_here = result.positions / self.parallel.copies
+        host = torch.tensor([positions_here, seconds_so_far, flag], dtype=torch.float64).to(self.device)
         sums = torch.stack([result.loss_sum, *result.metrics.values()]) / self.parallel.copies
         sums = all_reduce_sum(torch.cat([sums, host]))
         *values, positions, step_seconds, stop_flags, weight, norm = torch.cat(
