@@ -30,7 +30,7 @@ from trainwright.models.moe import MoE
 
 
 class _Summed(torch.autograd.Function):
-    """A weight that every rank holds whole, used on a part of the data: its gradient is summed over the ranks."""
+    """What every rank holds whole, a weight or the stream, and uses in part: its gradient is summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, group: Any) -> Tensor:
@@ -68,21 +68,6 @@ class _Scattered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return gather_tokens(grad, ctx.group), None
-
-
-class _Copied(torch.autograd.Function):
-    """The same on every rank; the gradient is the sum of what each made of it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
 
 
 class _Reduced(torch.autograd.Function):
@@ -127,7 +112,7 @@ class TensorParallel:
     def enter(self, x: Tensor) -> Tensor:
         """The residual stream -> whole rows, the input of cut layers."""
         if not self.sequence:
-            return cast(Tensor, _Copied.apply(x, self.group))
+            return cast(Tensor, _Summed.apply(x, self.group))
         return cast(Tensor, _Gathered.apply(x, self.group))[:, : self.length]
 
     def leave(self, x: Tensor) -> Tensor:

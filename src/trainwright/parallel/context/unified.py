@@ -12,6 +12,7 @@ of these each. Attention never crosses a document; a window is honoured.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from typing import Any, cast
 
 import torch
@@ -194,8 +195,9 @@ def _pair(i: int, a: range, j: int, b: range, runs: Tensor | None, window: int) 
 class _Spread(ContextConfig):
     """What the three have in common."""
 
+    @abstractmethod
     def ulysses_of(self, cp: int, n_heads: int) -> int:
-        raise NotImplementedError
+        """How many of ``cp`` ranks trade heads."""
 
     def check(self, cp: int, n_heads: int, n_kv_heads: int, seq_len: int) -> None:
         u = self.ulysses_of(cp, n_heads)
