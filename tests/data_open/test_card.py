@@ -18,6 +18,7 @@ from trainwright.data.build.documents import Document
 from trainwright.data.build.pipeline import run_pipeline
 from trainwright.data.build.stages import make_stages
 from trainwright.data.build.writers import Writer, write_documents
+from trainwright.data.licence_gate import data_card
 
 
 @pytest.fixture
@@ -154,6 +155,31 @@ def test_what_says_nothing_is_refused_where_a_list_is_given(recipe, tmp_path):
         Trainer(config)
     with pytest.raises(ConfigError, match=r"data\.licences='MITT': is no licence known here"):
         Trainer(RunConfig.load(recipe(**{"data.licences": ["MITT"]})))
+
+
+def test_a_recipe_states_the_licence_of_a_source(recipe, tmp_path):
+    """For plain text, and for rows that name none; it changes nothing else about the source."""
+    (tmp_path / "a.jsonl").write_text('{"text": "one of two"}\n{"text": "two of two", "license": "MIT"}\n' * 9)
+    (tmp_path / "b.txt").write_text("plain text, twenty times\n" * 20)
+    rows = {"name": "jsonl", "path": str(tmp_path / "a.jsonl"), "licence": "cc0 1.0"}
+    text = {"name": "text", "path": str(tmp_path / "b.txt"), "separator": "\n"}
+
+    def card(*sources, allow):
+        config = RunConfig.load(recipe(**{"data.sources": list(sources), "data.licences": allow}))
+        return data_card(config.data.sources, config.data.licences)
+
+    found = card(rows, {**text, "licence": "CC-BY-4.0"}, allow=["CC0", "MIT", "CC-BY"])
+    counts = {k: v["documents"] for k, v in found["total"]["licence"].items()}
+    assert counts == {"CC0-1.0": 9, "MIT": 9, "CC-BY-4.0": 20}
+    assert [s["known_by"] for s in found["sources"]] == ["its rows and the recipe", "the recipe"]
+    with pytest.raises(ConfigError, match=r"data\.sources\.1: source text.*say it by data\.sources\.1\.licence"):
+        card(rows, text, allow=["CC0", "MIT"])
+    with pytest.raises(ConfigError, match="20 documents: CC-BY-4.0, licence not allowed"):
+        card({**text, "licence": "CC-BY-4.0"}, allow=["CC0", "MIT"])
+    with pytest.raises(ConfigError, match=r"data\.sources\.0\.licence='mine': is no licence known here"):
+        card({**text, "licence": "mine"}, allow=["CC0"])
+    config = RunConfig.load(recipe(**{"data.sources": [rows, {**rows, "licence": None}]}))
+    assert len({s.fingerprint() for s in config.data.sources}) == 1
 
 
 def test_without_a_list_nothing_is_read(recipe, tmp_path, monkeypatch):

@@ -43,6 +43,8 @@ def data_card(
     for number, source in enumerate(sources):
         label = str(getattr(source, "label", source.name))
         found, how = _of_source(source, policy is not None or read, cache_dir)
+        if source.licence is not None:
+            found, how = _stated(source, f"data.sources.{number}.licence", found, how, policy is not None or read)
         if policy is not None:
             _refuse(policy, found, label, f"data.sources.{number}", how)
         if found is not None:
@@ -87,6 +89,36 @@ def _of_source(source: SourceConfig, read: bool, cache_dir: Path | None) -> tupl
     return found, "its rows"
 
 
+def _stated(
+    source: SourceConfig, key: str, found: Composition | None, how: str, read: bool
+) -> tuple[Composition | None, str]:
+    """With ``source.licence`` for the documents that name none themselves."""
+    from trainwright.data.build.licences import normalise
+
+    licence = normalise(source.licence)
+    if licence is None:
+        raise ConfigError(
+            "is no licence known here; use an SPDX identifier, or LicenseRef-NAME for one of your own",
+            key=key,
+            value=source.licence,
+        )
+    if found is None and read:
+        found = Composition()
+        for document in source.documents("train", 0.0):
+            found.count(document.text, str(getattr(source, "label", source.name)))
+        how = "the recipe"
+    if found is None:
+        return None, how
+    stated = Composition.from_json(found.to_json())
+    silent = stated.groups["licence"].pop(NONE, None)
+    if silent is not None:
+        named = stated.groups["licence"].setdefault(licence, dict.fromkeys(silent, 0))
+        for unit, number in silent.items():
+            named[unit] += number
+        how = how if how == "the recipe" else f"{how} and the recipe"
+    return stated, how
+
+
 def _cached(source: SourceConfig, files: list[Path], cache_dir: Path | None) -> Composition:
     """Rows read once a state of the files."""
     text_key = str(getattr(source, "text_key", "text"))
@@ -123,8 +155,8 @@ def judge(policy: Any, found: Composition) -> dict[str, str]:
 def _refuse(policy: Any, found: Composition | None, label: str, key: str, how: str) -> None:
     if found is None or not found.total["documents"]:
         raise ConfigError(
-            f"source {label}: nothing is known of its licences ({how}), and data.licences names those allowed; build a "
-            f"corpus with them (trainwright data build --licence NAME), or leave data.licences out",
+            f"source {label}: nothing is known of its licences ({how}), and data.licences names those allowed; say it by "
+            f"{key}.licence, build a corpus with them (trainwright data build --licence NAME), or leave data.licences out",
             key=key,
         )
     wrong = judge(policy, found)

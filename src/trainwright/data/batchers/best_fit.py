@@ -1,7 +1,7 @@
 """Best-fit packing: whole documents in rows, each where it leaves the least room.
 
-A document longer than a row of T tokens is cut into full rows and a rest. Rests and whole documents are taken longest
-first; each goes into the row with the least room that still holds it, or into a new row.
+A document longer than a row of T tokens is cut into full rows and a rest (data/batchers/windows.py). Rests and whole
+documents are taken longest first; each goes into the row with the least room that still holds it, or into a new row.
 
 Fewer Truncations Improve Language Modeling, arXiv:2404.10830. It packs a corpus at once through a tree over the rooms;
 here windows of ``window`` shuffled documents are packed one by one, and equal lengths together: all documents of
@@ -18,8 +18,8 @@ from pydantic import Field, PositiveInt
 
 from trainwright.core.registry import register
 from trainwright.data.batchers.base import BatcherConfig
-from trainwright.data.packing import RowPlan, Segments
-from trainwright.data.permutation import Permutation
+from trainwright.data.batchers.windows import WindowedPlan, largest_first
+from trainwright.data.packing import RowPlan
 
 
 class _OpenRows:
@@ -65,9 +65,7 @@ def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
     Items are taken largest first, equal ones in their order; each goes into the fullest bin that still holds it.
     """
     bins = np.empty(len(sizes), dtype=np.int64)
-    # 16-bit keys are sorted by radix, several times as fast.
-    key = (capacity - sizes).astype(np.uint16 if capacity < 1 << 16 else np.int64)
-    order = np.argsort(key, kind="stable")
+    order = largest_first(sizes, capacity)
     ordered = sizes[order]
     cuts = np.flatnonzero(np.diff(ordered)) + 1
     opened, num_bins = _OpenRows(), 0
@@ -95,45 +93,6 @@ def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
     return bins
 
 
-class BestFitPlan:
-    """Pieces sorted by row: document and start of each, and where each row begins among them."""
-
-    def __init__(self, lengths: np.ndarray, seq_len: int, seed: int | None, window: int):
-        self.lengths, self.seq_len = lengths, seq_len
-        docs = Permutation(len(lengths), seed).all()
-        parts = [self._pack(docs[i : i + window]) for i in range(0, len(docs), window)]
-        counts = np.concatenate([np.zeros(0, np.int64), *(p[2] for p in parts)])
-        self.docs = np.concatenate([np.zeros(0, np.int32), *(p[0] for p in parts)])
-        self.starts = np.concatenate([np.zeros(0, np.int32), *(p[1] for p in parts)])
-        self.first = np.concatenate([[0], np.cumsum(counts)])
-        self.num_rows = len(counts)
-
-    def _pack(self, docs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(documents, starts) of the window's pieces sorted by row, and the number of pieces of each row."""
-        lengths = self.lengths[docs]
-        whole, rest = lengths // self.seq_len, lengths % self.seq_len
-        has_rest = np.flatnonzero(rest)
-        bins = best_fit_decreasing(rest[has_rest], self.seq_len)
-        # Full rows first, then the bins; then both by the place of their first document, so that unshuffled data
-        # keeps about its order.
-        at_full = np.repeat(np.arange(len(docs)), whole)
-        nth = np.arange(len(at_full)) - np.repeat(np.cumsum(whole) - whole, whole)
-        by_bin = np.argsort(bins, kind="stable")
-        counts = np.concatenate([np.ones(len(at_full), np.int64), np.bincount(bins)])
-        place = np.concatenate([at_full, has_rest[by_bin]])
-        starts = np.concatenate([nth * self.seq_len, (lengths - rest)[has_rest][by_bin]]).astype(np.int32)
-        begins = np.cumsum(counts) - counts
-        row_order = np.argsort(place[begins], kind="stable")
-        counts, begins = counts[row_order], begins[row_order]
-        pieces = np.arange(len(place)) + np.repeat(begins - (np.cumsum(counts) - counts), counts)
-        return docs[place[pieces]], starts[pieces], counts
-
-    def segments(self, row: int) -> Segments:
-        here = slice(int(self.first[row]), int(self.first[row + 1]))
-        docs, starts = self.docs[here].astype(np.int64), self.starts[here].astype(np.int64)
-        return Segments(docs, starts, np.minimum(starts + self.seq_len, self.lengths[docs]))
-
-
 @register("batcher", "best_fit", paper="arXiv:2404.10830")
 class BestFitConfig(BatcherConfig):
     """Whole documents, each in the row whose room it fills best; only those longer than a row are cut."""
@@ -143,4 +102,4 @@ class BestFitConfig(BatcherConfig):
     )
 
     def plan(self, lengths: np.ndarray, seq_len: int, seed: int | None) -> RowPlan:
-        return BestFitPlan(lengths, seq_len, seed, self.window)
+        return WindowedPlan(lengths, seq_len, seed, self.window, best_fit_decreasing)

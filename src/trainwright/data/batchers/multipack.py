@@ -16,8 +16,8 @@ from pydantic import Field, PositiveInt
 
 from trainwright.core.registry import register
 from trainwright.data.batchers.base import BatcherConfig
-from trainwright.data.packing import RowPlan, Segments
-from trainwright.data.permutation import Permutation
+from trainwright.data.batchers.windows import WindowedPlan, largest_first
+from trainwright.data.packing import RowPlan
 
 
 def first_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
@@ -26,7 +26,7 @@ def first_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
     Items are taken largest first, equal ones in their order; each goes into the first bin that holds it.
     """
     bins = np.empty(len(sizes), dtype=np.int64)
-    order = np.argsort(-sizes.astype(np.int64), kind="stable")
+    order = largest_first(sizes, capacity)
     cuts = np.flatnonzero(np.diff(sizes[order])) + 1
     smallest = int(sizes.min()) if len(sizes) else 1
     opened, rooms = np.zeros(0, np.int64), np.zeros(0, np.int64)  # bins that can still hold something, in order
@@ -57,44 +57,6 @@ def first_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
     return bins
 
 
-class MultipackPlan:
-    """Pieces sorted by row: document and start of each, and where each row begins among them."""
-
-    def __init__(self, lengths: np.ndarray, seq_len: int, seed: int | None, window: int):
-        self.lengths, self.seq_len = lengths, seq_len
-        docs = Permutation(len(lengths), seed).all()
-        nothing = (np.zeros(0, np.int64),) * 3
-        windows = [nothing, *(self._pack(docs[i : i + window]) for i in range(0, len(docs), window))]
-        pieces, starts, counts = (np.concatenate(parts) for parts in zip(*windows, strict=True))
-        self.docs, self.starts = pieces.astype(np.int32), starts.astype(np.int32)
-        self.first = np.concatenate([[0], np.cumsum(counts)])
-        self.num_rows = len(counts)
-
-    def _pack(self, docs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(documents, starts) of the window's pieces sorted by row, and the number of pieces of each row."""
-        lengths = self.lengths[docs].astype(np.int64)
-        whole, rest = lengths // self.seq_len, lengths % self.seq_len
-        full = np.repeat(np.arange(len(docs)), whole)  # the place of the document of each full row
-        nth = np.arange(len(full)) - np.repeat(np.cumsum(whole) - whole, whole)
-        rests = np.flatnonzero(rest)
-        bins = first_fit_decreasing(rest[rests], self.seq_len)
-        place = np.concatenate([full, rests])
-        start = np.concatenate([nth * self.seq_len, (whole * self.seq_len)[rests]])
-        row = np.concatenate([np.arange(len(full)), len(full) + bins])
-        # Rows by the place of their first document, so that unshuffled data keeps about its order.
-        leader = np.full(int(row.max()) + 1 if len(row) else 0, len(docs))
-        np.minimum.at(leader, row, place)
-        rank = np.empty(len(leader), np.int64)
-        rank[np.argsort(leader, kind="stable")] = np.arange(len(leader))
-        order = np.lexsort((place, rank[row]))
-        return docs[place[order]], start[order], np.bincount(rank[row], minlength=len(leader))
-
-    def segments(self, row: int) -> Segments:
-        here = slice(int(self.first[row]), int(self.first[row + 1]))
-        docs, starts = self.docs[here].astype(np.int64), self.starts[here].astype(np.int64)
-        return Segments(docs, starts, np.minimum(starts + self.seq_len, self.lengths[docs]))
-
-
 @register("batcher", "multipack")
 class MultipackConfig(BatcherConfig):
     """Whole documents by first-fit-decreasing; only those longer than a row are cut."""
@@ -102,4 +64,4 @@ class MultipackConfig(BatcherConfig):
     window: PositiveInt = Field(100_000, description="Documents that are packed together.")
 
     def plan(self, lengths: np.ndarray, seq_len: int, seed: int | None) -> RowPlan:
-        return MultipackPlan(lengths, seq_len, seed, self.window)
+        return WindowedPlan(lengths, seq_len, seed, self.window, first_fit_decreasing)

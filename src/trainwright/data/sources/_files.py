@@ -316,7 +316,7 @@ class FileSource(SplitSource):
 
     def fingerprint(self) -> str:
         settings = self.model_dump(
-            mode="json", exclude={"path", "validation_path", "weight", "up_sample", *self.not_content}
+            mode="json", exclude={"path", "validation_path", *self.outside, *self.not_content}
         )
         held_out = stat_files(self.files("validation")) if self._has_validation() else None
         return hash_json(settings, stat_files(self.files()), held_out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat
 
@@ -31,6 +31,16 @@ class SourceConfig(MethodConfig):
         1.0,
         description="Uses of each training document in an epoch; 2.5: two or three, 0.1: a tenth of them is used.",
     )
+
+    licence: str | None = Field(
+        None,
+        min_length=1,
+        description="Licence of those documents that name none themselves, as an SPDX identifier such as CC-BY-4.0; "
+        "data.licences and `trainwright data card` go by it.",
+    )
+
+    # Settings that say how much of a source is used and not what its documents are: fingerprint() leaves them out.
+    outside: ClassVar[frozenset[str]] = frozenset({"weight", "up_sample", "licence"})
 
     @abstractmethod
     def documents(self, split: Split, validation_fraction: float) -> Iterator[Document]:

@@ -149,7 +149,7 @@ class HfSource(RowOptions):
             yield batch
 
     def fingerprint(self) -> str:
-        settings = self.model_dump(mode="json", exclude={"path", "weight", "up_sample", "streaming", *self.not_content})
+        settings = self.model_dump(mode="json", exclude={"path", "streaming", *self.outside, *self.not_content})
         if self._is_hub_id():
             return hash_json(settings, self.path, self._hub_commit())
         return hash_json(settings, stat_files(self._files()))

@@ -163,7 +163,7 @@ class PyxSource(ExampleSource):
         return Document(pair.text, name, meta)
 
     def fingerprint(self) -> str:
-        settings = self.model_dump(mode="json", exclude={"weight", "up_sample"})
+        settings = self.model_dump(mode="json", exclude=set(self.outside))
         files = None if self.path is None else stat_files(find_files(self.path, SUFFIXES))
         return hash_json("pyx", VERSION, settings, files)
 

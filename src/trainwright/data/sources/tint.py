@@ -121,7 +121,7 @@ class TintSource(ExampleSource):
         return Document(sample.text, name, meta)
 
     def fingerprint(self) -> str:
-        settings = self.model_dump(mode="json", exclude={"weight", "up_sample"})
+        settings = self.model_dump(mode="json", exclude=set(self.outside))
         return hash_json("tint", VERSION, settings)
 
     def _masker(self, tokenizer: Tokenizer) -> JointMasker:
