@@ -10,6 +10,7 @@ exact; times are ratios within one run, or simulated.
 from parts import main
 
 PARTS = {
+    "amsp": "parallel_amsp",
     "bytescale": "parallel_bytescale",
     "flashcp": "parallel_flashcp",
     "basp": "parallel_basp",
