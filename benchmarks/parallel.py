@@ -12,11 +12,14 @@ from parts import main
 PARTS = {
     "amsp": "parallel_amsp",
     "bytescale": "parallel_bytescale",
+    "domino": "parallel_domino",
+    "early_exit": "early_exit",
     "flashcp": "parallel_flashcp",
     "basp": "parallel_basp",
     "flexsp": "parallel_flexsp",
     "memory": "parallel_memory",
     "s2": "parallel_s2",
+    "sppo": "parallel_sppo",
 }
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
 The schedule itself runs, forward and backward, on one process whose all-reduces are made up. Simulated: a clock that
 goes on by the FLOPs of each product and by waits for a link that takes one all-reduce at a time, c seconds each or by
-its bytes; attention's core and everything elementwise are free, which hides less than there is. Slept: real products,
-and a thread that sleeps c seconds per all-reduce. u is the time of half a layer's forward products on one chunk.
+its bytes; attention's core and everything elementwise are free, which hides less than there is. Slept: a thread that
+sleeps c seconds per all-reduce beside products that sleep too. u is the time of half a layer's forward products on one
+chunk.
 """
 
 from __future__ import annotations
@@ -23,6 +24,15 @@ from trainwright.models.decoder_config import DecoderModelConfig
 from trainwright.parallel.domino_decoder import Domino, slice_blocks
 
 VOCAB = 64
+RATIOS = (0.5, 1.0, 2.0)  # u / c
+
+
+def flops(func: Any, args: Any) -> int:
+    """Of an operator, where it is a matrix product."""
+    if func._overloadpacket.__name__ not in ("mm", "addmm", "addmm_"):
+        return 0
+    a, b = args[-2:]  # [m, k] [k, n]
+    return int(2 * a.shape[0] * a.shape[1] * b.shape[1])
 
 
 class Clock(TorchDispatchMode):
@@ -40,10 +50,7 @@ class Clock(TorchDispatchMode):
         self.calls = self.bytes = self.open = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._overloadpacket.__name__
-        if name in ("mm", "addmm", "addmm_"):
-            a, b = args[-2:]  # [m, k] [k, n]
-            self.now += 2 * a.shape[0] * a.shape[1] * b.shape[1] / self.speed
+        self.now += flops(func, args) / self.speed
         return func(*args, **(kwargs or {}))
 
     def reduce(self, x: Tensor) -> _Arrives:
@@ -98,6 +105,19 @@ class Sleeper:
         self._thread.join()
 
 
+class SleepingProducts(TorchDispatchMode):
+    """Products that take FLOPs / ``speed`` seconds at least."""
+
+    def __init__(self, speed: float):
+        super().__init__()
+        self.speed = speed
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if work := flops(func, args):
+            time.sleep(work / self.speed)
+        return func(*args, **(kwargs or {}))
+
+
 class _Event:
     def __init__(self, link: Sleeper, arrived: threading.Event):
         self.link, self.arrived = link, arrived
@@ -125,7 +145,7 @@ def step(model: Any, rows: int, length: int = 16) -> None:
 def simulated(
     layers: int, row: int, column: int, ratio: float, by_bytes: bool = False, blocking: bool = False
 ) -> Clock:
-    """A step with u = ``ratio`` c. by_bytes  c is the time of the whole half's sum over ``row`` chunks; pieces less"""
+    """A step with u = 1 and c = 1 / ``ratio``, for each all-reduce or, ``by_bytes``, for each chunk's (pieces less)."""
     dim, rows, length = 24, 8, 16
     half = 4 * 2 * dim * dim * rows * length / row  # FLOPs of a chunk; at speed = half, u = 1
     chunk_bytes = rows * length * dim * 4 / row
@@ -140,70 +160,60 @@ def simulated(
     return clock
 
 
-def slept(layers: int, turns: int) -> dict[str, Any]:
-    dim, rows, length, row = 192, 8, 64, 2
-    c = _half_seconds(dim, rows // row * length)
+def slept(layers: int, turns: int, seconds: float = 0.02) -> dict[str, Any]:
+    """Products that sleep too, u = c = ``seconds``: what other processes do to this machine changes little."""
+    dim, rows, length, row = 24, 8, 16, 2
     shares = []
     for _ in range(turns):
         waited = {}
         for blocking in (False, True):
-            link = Sleeper(c, blocking)
+            link = Sleeper(seconds, blocking)
             model = decoder(layers, dim, row, 1, link.reduce, length)
-            step(model, rows, length)  # warms up
-            link.waited = 0.0
-            step(model, rows, length)
+            with SleepingProducts(4 * 2 * dim * dim * rows * length / row / seconds):
+                step(model, rows, length)
             waited[blocking] = link.waited
             link.close()
         shares.append(waited[False] / waited[True])
-    return {"seconds": c, "calls": 4 * row * layers, "exposed": statistics.median(shares), "all": shares}
-
-
-def _half_seconds(dim: int, tokens: int) -> float:
-    """Median time of the four products of a half: what counts as u."""
-    x, w = torch.randn(tokens, dim), torch.randn(dim, dim)
-    taken = []
-    for _ in range(20):
-        started = time.perf_counter()
-        for _ in range(4):
-            torch.mm(x, w)
-        taken.append(time.perf_counter() - started)
-    return statistics.median(taken)
+    return {"seconds": seconds, "calls": link.calls, "exposed": statistics.median(shares), "all": shares}
 
 
 def run(quick: bool) -> dict[str, Any]:
     layers = 4 if quick else 24
-    cases = {}
-    for row, column in ((1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2)):
-        for ratio in (0.5, 1.0, 2.0):
-            for by_bytes in (False, True):
+    cases: dict[str, Any] = {}
+    for by_bytes in (False, True):
+        for row, column in ((1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2)):
+            found: dict[str, Any] = {}
+            for ratio in RATIOS:
                 clock = simulated(layers, row, column, ratio, by_bytes)
                 plain = simulated(layers, row, column, ratio, by_bytes, blocking=True)
-                whole = simulated(layers, 1, 1, ratio / row, True, blocking=True)  # no slices: one sum of all bytes
-                cases[f"{row} {column} {ratio} {'bytes' if by_bytes else 'fixed'}"] = {
-                    "calls": clock.calls,
-                    "bytes": clock.bytes,
-                    "exposed": clock.exposed / plain.exposed,
-                    "step": clock.now / plain.now,
-                    "step_of_plain": clock.now / row / whole.now if by_bytes else None,
-                }
-    return {"layers": layers, "cases": cases, "slept": slept(2 if quick else 6, 3 if quick else 7)}
+                whole = 4 * layers / ratio * (row if by_bytes else 1)  # seconds of 4 L sums of all rows
+                found[str(ratio)] = [clock.exposed / plain.exposed, clock.exposed / whole, clock.now / plain.now]
+                found |= {"calls": clock.calls, "left": clock.open}
+            cases[f"{row} {column} {'bytes' if by_bytes else 'fixed'}"] = found
+    return {"layers": layers, "cases": cases, "slept": slept(2 if quick else 6, 3)}
 
 
 def table(result: dict[str, Any]) -> str:
+    head = " | ".join(f"u = {ratio:g} c" for ratio in RATIOS)
     lines = [
-        f"{result['layers']} layers, simulated. c is fixed per all-reduce, or goes by its bytes. Blocking: the same "
-        "slices, each all-reduce waited for at once.",
+        f"{result['layers']} layers, simulated. A cell: exposed wait as a share of that of the same slices waited for "
+        "at once / of plain tensor parallelism without slices; time of a step over that of the same slices waited for "
+        "at once.",
         "",
-        "| rows in | columns in | u / c | c | all-reduces | exposed wait of blocking | step time of blocking |",
-        "|---|---|---|---|---|---|---|",
+        f"| c of an all-reduce | rows in | columns in | all-reduces | {head} |",
+        "|---|---|---|---|" + "---|" * len(RATIOS),
     ]
     for name, r in result["cases"].items():
-        row, column, ratio, kind = name.split()
-        lines.append(f"| {row} | {column} | {ratio} | {kind} | {r['calls']} | {r['exposed']:.1%} | {r['step']:.3f} |")
+        row, column, kind = name.split()
+        cells = [f"{a:.1%} / {b:.1%}; {t:.2f}" for a, b, t in (r[str(ratio)] for ratio in RATIOS)]
+        lines.append(
+            f"| {'by its bytes' if kind == 'bytes' else 'fixed'} | {row} | {column} | {r['calls']} | "
+            f"{' | '.join(cells)} |"
+        )
     s = result["slept"]
     lines += [
         "",
         f"Slept, rows in 2, u = c = {s['seconds'] * 1e3:.2f} ms, {s['calls']} all-reduces: waits are "
-        f"{s['exposed']:.1%} of the blocking version's (median of {len(s['all'])} turns; depends on the machine).",
+        f"{s['exposed']:.1%} of those of the same slices waited for at once (median of {len(s['all'])} turns).",
     ]
     return "\n".join(lines)

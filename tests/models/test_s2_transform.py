@@ -1,6 +1,7 @@
 """The s2_attention transform on a decoder: documents, cache, parallel cuts, counts, what it refuses."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from trainwright.core.errors import ConfigError
 from trainwright.core.registry import build
 from trainwright.models.decoder_config import DecoderModelConfig
 from trainwright.models.generate import generate_ids
+from trainwright.models.hf_io import save_pretrained
 from trainwright.models.ops.s2_attention import s2_attention_reference
 from trainwright.models.transforms import s2_attention as s2_transform
 from trainwright.models.transforms.s2_attention import S2AttentionConfig, SparseAttend
@@ -171,6 +173,25 @@ def test_with_other_ways_to_swap_attention():
     assert model.blocks[0].attn.attend.pattern.residues == whole[2:]
     assert model.plan_attention.pattern.residues == whole[2:] and model.plan_attention.n_heads == 2
     assert model.blocks[1].attn.attend is dense
+
+
+def test_a_recipe_with_context_parallelism_is_refused_before_any_process_starts():
+    from trainwright.config.run_config import RunConfig
+    from trainwright.train.degrees import check
+
+    recipe = {"transforms": [{"name": "s2_attention"}], "model": {"dim": 64, "n_heads": 8, "n_kv_heads": 8}}
+    check(RunConfig.load({**recipe, "train": {"seq_len": 256}}), 2)
+    with pytest.raises(ConfigError, match=r"transforms\.0='s2_attention': swaps the attention.*parallel\.cp=1"):
+        check(RunConfig.load({**recipe, "train": {"seq_len": 256}, "parallel": {"cp": 2}}), 2)
+
+
+def test_exported_weights_say_what_is_not_with_them(tmp_path, caplog):
+    save_pretrained(sparse(), tmp_path / "out")
+    assert "dense attention, which gives other numbers" in caplog.text
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["trainwright_transforms"] == ["s2_attention"]
+    caplog.clear()
+    save_pretrained(decoder(), tmp_path / "plain")
+    assert not caplog.text
 
 
 @torch.no_grad()

@@ -188,6 +188,12 @@ def train(cell: Cell, mesh: Mesh, config: ParallelConfig) -> dict[str, Any]:
     }
 
 
+# Half of what a layer saves of 12 tokens, which then lie on 2 ranks and not on 3.
+OFFLOADED = {
+    "name": "bytescale", "capacity": 4, "pair": 0.0, "token": 1e-6,
+    "offload": {"gb_per_s": 1.0, "bytes_per_token": 1000.0, "layers": 2},
+}  # fmt: skip
+
 TRAININGS = {
     "ddp2": Cell({"dp_replicate": 2}),
     "ddp2_accumulate": Cell({"dp_replicate": 2}, micro=2, recompute=True),
@@ -239,9 +245,32 @@ TRAININGS = {
             ("cp4_tp2", {"cp": 2, "tp": 2}, {"tie_embeddings": True}, 4),
             ("cp2_flashcp", {"cp": 2, "context": {"name": "flashcp", "min_chunk": 1}}, {"sliding_window": 5}, 4),
             ("cp4_bytescale", {"cp": 4, "context": {"name": "bytescale", "capacity": 4}}, {"tie_embeddings": True}, 4),
+            ("cp4_bytescale_offload", {"cp": 4, "context": OFFLOADED}, {}, 4),
             ("cp4_bytescale_shard2", {"cp": 2, "dp_shard": 2, "context": {"name": "bytescale", "capacity": 6}}, {}, 4),
+            (
+                "cp4_flexsp",
+                {"cp": 4, "context": {"name": "flexsp", "method": "layouts", "tokens_per_rank": 8, "overhead": 0}},
+                {"sliding_window": 5},
+                4,
+            ),
             ("cp4_basp", {"cp": 4, "context": "basp"}, {"sliding_window": 5}, 3),  # groups of 4, 4 and 2
             ("cp4_basp_shard2", {"cp": 2, "dp_shard": 2, "context": "basp"}, {"tie_embeddings": True}, 2),
+        )
+    },
+    **{
+        name: Cell(
+            {"tp": 2, "tensor": {"name": "domino", "row": row, "column": column}, **settings},
+            {"n_heads": 4, "n_kv_heads": 2, **model},
+            micro=micro,
+            recompute=recompute,
+            double=True,
+        )
+        for name, row, column, settings, model, micro, recompute in (
+            ("tp2_domino", 2, 1, {}, {"family": "llama", "tie_embeddings": False}, 4, False),
+            ("tp2_domino_columns", 1, 2, {}, {"family": "qwen2.5"}, 4, False),
+            ("tp2_domino_both", 8, 2, {}, {"family": "qwen3", "tie_embeddings": True, "sliding_window": 5}, 8, True),
+            ("tp4_domino_shard2", 2, 2, {"dp_shard": 2}, {"family": "qwen3", "tie_embeddings": True}, 2, True),
+            ("tp4_domino_replicate2", 2, 1, {}, {"family": "llama", "tie_embeddings": False}, 4, False),
         )
     },
     "tp2_bias": Cell({"tp": 2}, {"family": "qwen2.5", "n_heads": 4, "n_kv_heads": 2}, micro=4, double=True),
@@ -277,7 +306,27 @@ TRAININGS = {
         recompute=True,
         double=True,
     ),
+    **{
+        name: Cell(
+            {"sharding": {"name": "amsp", "parameters": p, "gradients": g, "states": s}, **more},
+            {"family": "qwen3", "n_heads": 4, "n_kv_heads": 2, "tie_embeddings": tied},
+            micro=2,
+            recompute=recompute,
+            double=True,
+        )
+        for name, (p, g, s), more, tied, recompute in (
+            ("amsp2_zero1", (1, 1, 2), {}, True, False),
+            ("amsp2_zero2", (1, 2, 2), {}, False, True),
+            ("amsp4_of_1_2_4", (1, 2, 4), {}, True, False),
+            ("amsp4_of_2_2_4", (2, 2, 4), {}, True, True),
+            ("amsp4_of_1_1_2", (1, 1, 2), {}, False, False),
+            ("amsp4_cp2", (2, 4, 4), {"cp": 2}, True, False),
+        )
+    },
     "fsdp2_bf16": Cell({"dp_shard": 2}, dtype=torch.bfloat16),
+    "amsp2_bf16": Cell(
+        {"sharding": {"name": "amsp", "parameters": 1, "gradients": 2, "states": 2}}, micro=2, dtype=torch.bfloat16
+    ),
     "ddp2_bf16": Cell({"dp_replicate": 2}, dtype=torch.bfloat16),
 }
 
@@ -443,6 +492,7 @@ def comm_trace() -> dict[str, Any]:
 def planned(names: tuple[str, ...]) -> dict[str, Any]:
     """Bytes per kind of collective, recorded and planned. Every token counts, as the plan takes it."""
     from trainwright.parallel.comm.trace import CommTrace
+    from trainwright.parallel.context.pieces import document_lengths
     from trainwright.planning.comm_plan import Work, planned_transfers
 
     out: dict[str, Any] = {}
@@ -463,7 +513,7 @@ def planned(names: tuple[str, ...]) -> dict[str, Any]:
             executor.run(parallel, objective, batch)
         work = Work(
             arch, shapes, LENGTH, ROWS, cell.micro, 1.0, activation_bytes=size, gathered_bytes=size,
-            parameter_bytes=size, reduced_bytes=size,
+            parameter_bytes=size, reduced_bytes=size, lengths=tuple(map(tuple, document_lengths(batch.doc_ids))),
         )  # fmt: skip
         expected: dict[str, int] = {}
         for t in planned_transfers(work, mesh.degrees, config):
@@ -494,14 +544,40 @@ def validation_of_other_weights() -> dict[str, Any]:
 
 
 def planned_2() -> dict[str, Any]:
-    return planned(("ddp2_decoder", "shard2_plain", "tp2", "tp2_tied", "tp2_stream_whole", "tp2_bias", "tp2_moe", "cp2",
-                    "cp2_window", "cp2_ulysses"))  # fmt: skip
+    names = (
+        "ddp2_decoder shard2_plain tp2 tp2_tied tp2_stream_whole tp2_bias tp2_moe tp2_domino cp2 "
+        "cp2_window cp2_ulysses ep2_bias ep2_none ep2_cp cp2_flashcp amsp2_zero1 amsp2_zero2"
+    )
+    return planned(tuple(names.split()))
 
 
 def planned_4() -> dict[str, Any]:
-    return planned(
-        ("tp4_shard2", "tp4_replicate2", "cp4_usp", "cp4_shard2", "cp4_replicate2", "cp4_tp2", "hsdp4_plain")
+    names = (
+        "tp4_shard2 tp4_replicate2 cp4_usp cp4_shard2 cp4_replicate2 cp4_tp2 hsdp4_plain cp4_bytescale "
+        "cp4_flexsp cp4_basp ep2_shard4 ep2_replicate4 ep2_tp4 amsp4_of_1_2_4 amsp4_of_1_1_2 amsp4_cp2"
     )
+    return planned(tuple(names.split()))
+
+
+def muon_experts(spread: bool = True) -> dict[str, Any]:
+    """A step of Muon where experts are spread and each is sharded by expert again: weights, and bytes of the step."""
+    from trainwright.core.params import named_params
+    from trainwright.core.registry import build
+    from trainwright.parallel.comm.trace import CommTrace
+
+    config = ParallelConfig(**TRAININGS["ep2_shard4"].parallel) if spread else ParallelConfig()
+    mesh = build_mesh(config.resolve(world_size()), CPU)
+    parallel = parallelize(TRAININGS["ep2_shard4"].build(), mesh, config, precision(), CPU)
+    optimizer = build("optimizer", "muon").build(named_params(parallel.model))  # type: ignore[attr-defined]
+    AutogradExecutor(ROWS, precision()).run(parallel, NextTokenConfig().build(), my_rows(global_batch(0), mesh))
+    with CommTrace() as trace:
+        optimizer.step()
+    sizes = [int(p.numel()) for n, p in parallel.model.named_parameters() if p.ndim == 2]
+    return {
+        "weights": {n: full_tensor(t).clone() for n, t in model_state(parallel.model).items()},
+        "sent": trace.summary().bytes,
+        "matrices": 8 * sum(sizes),
+    }
 
 
 CHECKS = {
@@ -511,6 +587,7 @@ CHECKS = {
         planned_2,
         validation_of_other_weights,
         planned_4,
+        muon_experts,
         meta_build,
         different_builds,
         unused,

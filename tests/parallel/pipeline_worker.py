@@ -91,6 +91,22 @@ CELLS = {
     "pp4_tp2_whole_stream": Cell(_pp("gpipe", tp=2, sequence_parallel=False), UNTIED),
     "pp4_cp2": Cell(_pp("1f1b", cp=2)),
     "pp4_cp2_interleaved": Cell(_pp("interleaved", 2, cp=2, context="ulysses"), UNTIED),
+    "pp4_ep2": Cell(_pp("1f1b", dp_shard=2, ep=2), EXPERTS),
+    "pp4_ep2_cp2": Cell(_pp("gpipe", cp=2, ep=2), {**EXPERTS, "balance": "bias"}),
+    "pp4_ep2_zero_bubble": Cell(_pp("zero_bubble", 2, dp_shard=2, ep=2), {**EXPERTS, "balance": "bias"}, micro=1),
+    "tp2_experts": Cell({"tp": 2}, EXPERTS),
+    "cp2_experts": Cell({"cp": 2}, EXPERTS),
+    "pp4_cp2_experts": Cell(_pp("1f1b", cp=2), EXPERTS),
+    "tp4_cp2_experts": Cell({"tp": 2, "cp": 2}, EXPERTS),
+    "tp8_experts": Cell({"tp": 8}, {**EXPERTS, "n_heads": 8, "n_kv_heads": 8}),  # 12 tokens, filled up to 16
+    # Three dimensions at once, on 8 ranks.
+    "pp8_cp2_tp2": Cell(_pp("1f1b", cp=2, tp=2)),
+    "pp8_shard2_tp2": Cell(_pp("interleaved", 2, dp_shard=2, tp=2)),
+    "pp8_shard2_cp2": Cell(_pp("zero_bubble", 2, dp_shard=2, cp=2, context="ulysses")),
+    "pp8_ep2_tp2": Cell(_pp("1f1b", dp_shard=2, ep=2, tp=2), EXPERTS),
+    "shard8_cp2_tp2": Cell({"dp_shard": 2, "cp": 2, "tp": 2}),
+    "hsdp8_tp2": Cell({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, UNTIED),
+    "ep8_shard4_tp2": Cell({"dp_shard": 4, "ep": 2, "tp": 2}, {**EXPERTS, "balance": "bias"}),
 }
 
 
@@ -202,7 +218,8 @@ def run_training(out: str, number: int) -> None:
 
 
 def world_of(name: str) -> int:
-    return 4 if "4" in name else 2
+    """pp4_tp2 runs on 4 ranks."""
+    return next(n for n in (8, 4, 2) if f"{n}" in name.partition("_")[0])
 
 
 def _fork(work: Callable[[], None], env: dict[str, str]) -> int:

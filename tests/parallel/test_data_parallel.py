@@ -22,7 +22,7 @@ sys.modules["parallel_worker"] = worker
 spec.loader.exec_module(worker)
 
 WORLD = {name: 4 if "4" in name else 2 for name in worker.TRAININGS}
-CHECKS = {name: 4 if name in ("meta_build", "meshes", "planned_4") else 2 for name in worker.CHECKS}
+CHECKS = {name: 4 if name in ("meta_build", "meshes", "planned_4", "muon_experts") else 2 for name in worker.CHECKS}
 
 
 @pytest.fixture(scope="module")
@@ -239,14 +239,35 @@ def test_bytes_sent():
     assert [bytes_sent(k, 1000, 2) for k in ("recv", "barrier")] == [0, 0] and bytes_sent("all_reduce", 1000, 1) == 0
 
 
+# Kinds of which the plan gives the mean over ranks; of experts it takes it that they are chosen alike.
+MEANS = {"ep": {"all_to_all": 0.3}, "flashcp": {"send": 0}, "bytescale": {"send": 0}, "flexsp": {"all_to_all": 0}}
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_planned_bytes_are_the_recorded_ones(launch, world):
-    """trainwright plan comm, kind by kind and to the byte, of the rank with the largest shards."""
+    """trainwright plan comm, kind by kind and to the byte, of the rank with the largest shards. What is routed to
+    experts is not known beforehand."""
     ranks = [rank[f"planned_{world}"] for rank in launch(world)]
     assert len(ranks[0]) >= 7
     for name, (first, expected) in ranks[0].items():
         most = {kind: max(rank[name][0].get(kind, 0) for rank in ranks) for kind in first}
+        for kind, within in MEANS.get(name.partition("_")[2] if name.startswith("cp") else name[:2], {}).items():
+            most.pop(kind)
+            sent = sum(rank[name][0][kind] for rank in ranks) / len(ranks)
+            assert sent == pytest.approx(expected.pop(kind), rel=within, abs=1), name
+        if "flexsp" in name:
+            most.pop("broadcast")  # of the plan itself
         assert most == expected, name
+
+
+def test_muon_leaves_experts_where_they_are(launch):
+    """Stacks that are cut along the experts, by ep and again by FSDP2, need not be gathered; other matrices do."""
+    want = worker.muon_experts(spread=False)
+    for rank in launch(4):
+        got = rank["muon_experts"]
+        for name, weight in got["weights"].items():
+            torch.testing.assert_close(weight, want["weights"][name], rtol=0, atol=1e-9, msg=name)
+        assert 0 < got["sent"] <= got["matrices"]  # the experts are three times as much
 
 
 def test_validation_sees_the_weights_of_the_moment(launch):

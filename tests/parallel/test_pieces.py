@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from trainwright import RunConfig
 from trainwright.core.batch import Batch
 from trainwright.core.errors import ConfigError, ModelError
 from trainwright.models.attention import document_mask
@@ -218,3 +220,47 @@ def test_a_recipe_plans_with_its_settings():
     assert FlashCPConfig().planner(lengths, 4).cut == (0,)
     costs = {"pair": 1e-9, "token": 1e-9, "send": 1.0}
     assert FlashCPConfig(costs=costs).planner(lengths, 4).cut == ()
+
+
+def test_long_documents_are_offloaded(recipe):
+    """Documents above the capacity need fewer ranks; the share that goes is at most the one asked for, and what is left
+    on the device shrinks by it."""
+    from trainwright.models.decoder_config import DecoderModelConfig
+
+    section = {"gb_per_s": 1.0, "bytes_per_token": 1000.0, "layers": 2}
+    config = ByteScaleConfig(capacity=16, pair=0.0, token=1.5e-6, offload=section)
+    assert config.ratio(16) == 0.0 and config.ratio(40) == pytest.approx(0.75)
+    assert [m.ranks for m in config.over(None).as_rank(0, 4).plan_step([40, 12], 16).micro_batches] == [1, 1]
+    assert [m.ranks for m in ByteScale(None, 16).as_rank(0, 4).plan_step([40, 12], 16).micro_batches] == [3, 1]
+    config.check(1, 4, 4, 40)
+    with pytest.raises(ConfigError, match="use at least"):
+        ByteScaleConfig(capacity=16).check(1, 4, 4, 40)
+
+    torch.manual_seed(0)
+    model = DecoderModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=4).build(61, 64)
+    ids = torch.repeat_interleave(torch.tensor([0, 1]), torch.tensor([40, 12]))[None]
+    tokens = torch.randint(61, (1, 52))
+    batch = Batch(tokens, tokens, torch.ones(1, 52), torch.cat([torch.arange(40), torch.arange(12)])[None], ids.int())
+    context = config.over(None)
+    model.plan_attention = context.plan
+    for block in model.blocks:
+        block.attn.attend = context.attend
+    peaks, gradients = [], []
+    for offloaded in (True, False):
+        model.zero_grad()
+        for micro in context.micro_batches(batch, 1):
+            with context.saving(micro, model) if offloaded else contextlib.nullcontext():
+                loss = model(micro.tokens, positions=micro.positions, doc_ids=micro.doc_ids).logsumexp(-1).sum()
+            if offloaded and micro.tokens.numel() > 16:
+                ledger = context.ledger
+                peaks = [ledger.forward_peak, ledger.saved[0], ledger.ratios[0]]
+            loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert 0.6 < peaks[2] <= 0.75 and peaks[0] == peaks[1] - round(peaks[2] * peaks[1])
+    with torch.no_grad():
+        before = context.ledger
+        context.saving(context.micro_batches(batch, 1)[0], model)
+        assert context.ledger is before
+    with pytest.raises(ConfigError, match="goes by a capacity"):
+        RunConfig.load(recipe(**{"parallel.cp": 2, "parallel.context": {"name": "bytescale", "offload": section}}))

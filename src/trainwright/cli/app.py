@@ -205,6 +205,12 @@ def generate(
     guidance: Annotated[
         float | None, typer.Option(help="Strength of the context: 0 none, 1 as trained; default 1.5.")
     ] = None,
+    exit_threshold: Annotated[
+        float | None, typer.Option(help="Probability from which on a model with early exits leaves at one.")
+    ] = None,
+    exit_method: Annotated[
+        str, typer.Option(help="How the cache is filled behind an exit: recompute or pipelined.")
+    ] = "recompute",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the draws.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: the run's.")] = None,
     live: Live = False,
@@ -221,7 +227,7 @@ def generate(
     settings |= {k: v for k, v in (("top_k", top_k), ("top_p", top_p)) if v is not None}
     command.run(
         run, checkpoint, device, settings, prompt=prompt, chat=chat, system=system, live=live,
-        context=context, guidance=guidance,
+        context=context, guidance=guidance, exit_threshold=exit_threshold, exit_method=exit_method,
     )  # fmt: skip
 
 

@@ -22,6 +22,8 @@ def run(
     live: bool = False,
     context: str | None = None,
     guidance: float | None = None,
+    exit_threshold: float | None = None,
+    exit_method: str = "recompute",
 ) -> None:
     """Continue ``prompt`` (or what comes from a pipe), or chat."""
     if prompt is not None and chat and not prompt.strip():
@@ -40,6 +42,12 @@ def run(
     from trainwright.train.runs import open_model
 
     model, tokenizer = open_model(path, checkpoint, device, live)
+    if exit_threshold is not None:
+        from trainwright.models.exit_decoding import ExitDecoding, check_exit_decoding
+
+        exits = ExitDecoding(exit_threshold, exit_method)  # type: ignore[arg-type]
+        check_exit_decoding(exits, model, 1, guided=context is not None and guidance != 1)
+        settings = settings | {"early_exit": exits}
     if context is not None:
         settings = settings | {"context": _context(path, context, guidance)}
     if not chat:

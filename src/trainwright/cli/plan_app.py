@@ -55,6 +55,12 @@ def comm(
     cluster: Annotated[
         Path | None, typer.Option(metavar="YAML", help="Machines and links; default: H100 nodes.")
     ] = None,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Tokens of documents, numbers between blanks; default: a row is one document."
+        ),
+    ] = None,
     most: Annotated[int, typer.Option(min=1, help="Layouts to show besides the recipe's own.")] = 8,
     json: Json = False,
 ) -> None:
@@ -62,4 +68,4 @@ def comm(
     from trainwright.cli import plan_comm as command
     from trainwright.cli.app import split_arguments
 
-    command.comm(*split_arguments(arguments), world, cluster, most, json)
+    command.comm(*split_arguments(arguments), world, cluster, lengths, most, json)

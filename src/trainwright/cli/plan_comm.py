@@ -2,32 +2,55 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from trainwright.cli.output import out, print_json
 from trainwright.core.errors import ConfigError
 from trainwright.parallel.mesh import DIMENSIONS
+from trainwright.planning.amsp_recipe import settled_sharding
+from trainwright.planning.comm_context import rows_of
 from trainwright.planning.comm_plan import Cluster, Prediction, Work, layouts, predict
 
 
-def comm(recipe: Path | None, overrides: list[str], world: int, cluster: Path | None, most: int, json: bool) -> None:
+def comm(
+    recipe: Path | None,
+    overrides: list[str],
+    world: int,
+    cluster: Path | None,
+    lengths: Path | None,
+    most: int,
+    json: bool,
+) -> None:
     """The recipe's own layout first, then the fastest ones."""
     from trainwright.config import RunConfig
 
     config = RunConfig.load(recipe, overrides)
     machines = Cluster.load(cluster)
+    config = settled_sharding(config, world, machines)
     work = work_of(config)
+    if lengths is not None:
+        work = dataclasses.replace(work, lengths=rows_of(_numbers(lengths), work.seq_len, work.rows))
     own = predict(work, config.parallel.resolve(world), config.parallel, machines)
     found = layouts(work, config.parallel, world, machines, most)
     if json:
         print_json({"own": _row(own), "layouts": [_row(p) for p in found]})
         return
     out().print(_table([("recipe", own), *((f"{i}", p) for i, p in enumerate(found, 1))]))
+    if config.parallel.sharding is not None:
+        out().print(f"\nSharding over ranks: {config.parallel.sharding.describe()}")
     out().print("\nThe recipe's own layout sends, per rank and step:")
     for t in own.transfers:
         over = "all" if t.over == DIMENSIONS else " x ".join(t.over)
         out().print(f"  {t.kind:<15} {t.bytes / 1e6:>12,.2f} MB in {t.calls:>6,} over {over} ({t.ranks}): {t.what}")
+
+
+def _numbers(path: Path) -> list[int]:
+    try:
+        return [int(word) for word in path.read_text("utf-8").split()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} should hold whole numbers between blanks: {error}", key="--lengths") from None
 
 
 def work_of(config: Any) -> Work:
@@ -67,13 +90,13 @@ def _vocabulary(config: Any) -> int:
 
 def _name(prediction: Prediction) -> str:
     degrees = prediction.degrees
-    used = [f"{d}={getattr(degrees, d)}" for d in DIMENSIONS if getattr(degrees, d) > 1]
+    used = [f"{d}={getattr(degrees, d)}" for d in (*DIMENSIONS, "ep") if getattr(degrees, d) > 1]
     return " ".join(used) or "one rank"
 
 
 def _row(p: Prediction) -> dict[str, Any]:
     return {
-        "layout": {d: getattr(p.degrees, d) for d in DIMENSIONS},
+        "layout": {d: getattr(p.degrees, d) for d in (*DIMENSIONS, "ep")},
         "step_s": p.step_s,
         "compute_s": p.compute_s,
         "exposed_s": p.exposed_s,

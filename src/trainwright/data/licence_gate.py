@@ -155,8 +155,9 @@ def judge(policy: Any, found: Composition) -> dict[str, str]:
 def _refuse(policy: Any, found: Composition | None, label: str, key: str, how: str) -> None:
     if found is None or not found.total["documents"]:
         raise ConfigError(
-            f"source {label}: nothing is known of its licences ({how}), and data.licences names those allowed; say it by "
-            f"{key}.licence, build a corpus with them (trainwright data build --licence NAME), or leave data.licences out",
+            f"source {label}: nothing is known of its licences ({how}), and data.licences names those allowed; say it "
+            f"by {key}.licence, build a corpus with them (trainwright data build --licence NAME), or leave "
+            "data.licences out",
             key=key,
         )
     wrong = judge(policy, found)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from trainwright.core.params import Role
 from trainwright.core.registry import MethodConfig
+
+if TYPE_CHECKING:
+    from trainwright.models.early_exit import Exit
 
 
 @dataclass
@@ -31,6 +34,7 @@ class Hidden:
     head: Head
     aux_loss: Tensor | None = None  # scalar, already scaled by its coefficient (MoE balancing); mean per batch
     metrics: dict[str, Tensor] = field(default_factory=dict)  # scalars to log (no gradient)
+    exits: list[Exit] = field(default_factory=list)  # early ones, whose losses are added
 
 
 class LanguageModel(nn.Module):

@@ -178,6 +178,7 @@ class Decoder(LanguageModel):
         self.norm = RMSNorm(arch.dim, arch.norm_eps)
         self.head = None if arch.tie_embeddings else nn.Linear(arch.dim, arch.vocab_size, bias=False)
         self.rope = RotaryTables(arch.head_dim, arch.rope_theta, arch.rope_scaling, arch.max_seq_len)
+        self.exits: Any = None  # early ones, an EarlyExits: models/early_exit.py
         # With ``attend`` of the attention modules, what context parallelism puts its own in place of.
         self.plan_attention: Callable[[Tensor | None, int, int, int, torch.device], Any] = plan_attention
         # What came with a Hugging Face folder and goes out with it again: file name -> text.
@@ -244,7 +245,10 @@ class Decoder(LanguageModel):
         x = self.embed(tokens)  # [B, T, D]
         losses: list[Tensor] = []
         counts: list[Tensor] = []
+        taken: dict[int, Tensor] = {}  # the stream at early exits
         for i, block in enumerate(self.blocks):
+            if self.exits is not None and self.exits.has(i):
+                taken[i] = x
             x = block(x, cos, sin, plans[self.arch.window(i)], cache)
             if self.arch.is_moe(i):
                 x, loss, count = x
@@ -253,6 +257,9 @@ class Decoder(LanguageModel):
                 if self.arch.balance == "bias" and self.training and torch.is_grad_enabled():
                     self._moe(block).count_load(count)
         hidden = Hidden(self.norm(x), self._head())
+        if self.exits is not None and head_fn is not None:
+            taken[len(self.blocks)] = x
+            hidden.exits = [self.exits.at(p, taken[p], hidden.head) for p in map(int, self.exits)]
         if losses and self.arch.balance == "aux_loss":
             hidden.aux_loss = torch.stack(losses).mean() * self.arch.aux_loss_coefficient
         if counts and head_fn is not None:
@@ -284,11 +291,12 @@ class Decoder(LanguageModel):
     def param_roles(self) -> dict[str, Role]:
         roles = guess_roles(self)
         routers = {id(m.router.weight) for m in self.modules() if isinstance(m, MoE)}
-        head = None if self.head is None else self.head.weight
+        heads = [] if self.head is None else [self.head.weight]
+        heads += [] if self.exits is None else self.exits.own_heads()
         for name, param in self.named_parameters():
             if id(param) in routers:
                 roles[name] = "router"
-            elif param is head:
+            elif any(param is head for head in heads):
                 roles[name] = "head"
         return roles
 
@@ -296,4 +304,5 @@ class Decoder(LanguageModel):
         arch = self.arch
         pairs = [12.0 * arch.n_heads * arch.head_dim * arch.attended(i, seq_len) for i in range(arch.n_layers)]
         head = self.embed.weight if self.head is None else self.head.weight
-        return arch.flops_per_token(seq_len) + frozen_correction(self, head, arch.n_experts_per_token, pairs)
+        exits = 0.0 if self.exits is None else self.exits.flops_per_token(arch)
+        return arch.flops_per_token(seq_len) + frozen_correction(self, head, arch.n_experts_per_token, pairs) + exits

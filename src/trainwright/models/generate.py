@@ -6,7 +6,8 @@ result does not depend on its neighbours (with greedy decoding, to the last toke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from trainwright.data.tokenizers.base import Tokenizer
 from trainwright.models.base import Hidden
 from trainwright.models.cache import PAD_DOCUMENT
 from trainwright.models.decoder import head_logits
+from trainwright.models.exit_decoding import ExitDecoding, check_exit_decoding, exit_lane
 from trainwright.models.guidance import Context, check_guidance, guided_logits
 
 
@@ -130,6 +132,9 @@ class _Lane:
         self.new = ids[:, None] if self.cache is not None else torch.cat((self.new, ids[:, None]), dim=1)
         self.length += 1
 
+    def close(self) -> None:
+        pass
+
 
 def _steps(
     model: nn.Module,
@@ -142,7 +147,8 @@ def _steps(
     pad_id: int,
     free: Sequence[Sequence[int]] | None = None,
     guidance: float = 1.0,
-) -> Iterator[Tensor]:
+    early_exit: ExitDecoding | None = None,
+) -> Generator[Tensor, None, None]:
     """New ids ``[B]`` step after step; rows that are ``done`` (set by the caller between steps) get ``pad_id``."""
     inner: Any = getattr(model, "module", model)
     device = next(inner.parameters()).device
@@ -154,21 +160,31 @@ def _steps(
         seen = torch.zeros(len(prompts), inner.vocab_size, dtype=torch.bool, device=device)
         for row, prompt in enumerate(prompts):
             seen[row, torch.tensor(prompt, dtype=torch.int64, device=device)] = True
-    lanes = [_Lane(model, one, steps, use_cache, pad_id) for one in given]
-    for _ in range(steps):
-        found = [lane.logits() for lane in lanes]
-        logits = found[0] if len(found) == 1 else guided_logits(found[0], found[1], guidance)
-        if seen is not None:
-            logits = penalise(logits[:, : inner.vocab_size], seen, repetition_penalty)
-        ids = choose(logits)
-        ids = torch.where(done, pad_id, ids)
-        if seen is not None:
-            seen.scatter_(1, ids[:, None], True)
-        yield ids
-        if bool(done.all()):
-            return
+    if steps <= 0:
+        return
+    lanes: list[Any]
+    if early_exit is None:
+        lanes = [_Lane(model, one, steps, use_cache, pad_id) for one in given]
+    else:
+        lanes = [exit_lane(inner, list(given[0][0]), steps, early_exit)]
+    try:
+        for _ in range(steps):
+            found = [lane.logits() for lane in lanes]
+            logits = found[0] if len(found) == 1 else guided_logits(found[0], found[1], guidance)
+            if seen is not None:
+                logits = penalise(logits[:, : inner.vocab_size], seen, repetition_penalty)
+            ids = choose(logits)
+            ids = torch.where(done, pad_id, ids)
+            if seen is not None:
+                seen.scatter_(1, ids[:, None], True)
+            yield ids
+            if bool(done.all()):
+                return
+            for lane in lanes:
+                lane.add(ids)
+    finally:
         for lane in lanes:
-            lane.add(ids)
+            lane.close()
 
 
 def generate_ids(
@@ -187,12 +203,14 @@ def generate_ids(
     stopped: Callable[[int, list[int]], bool] | None = None,
     free_prompts: Sequence[Sequence[int]] | None = None,
     guidance: float = 1.0,
+    early_exit: ExitDecoding | None = None,
 ) -> list[list[int]]:
     """New ids after each prompt of ids: up to ``max_new_tokens``, the model's ``max_seq_len``, or ``eos_id`` (not
     returned). ``stopped(row, ids)`` may end a row earlier.
 
     With ``free_prompts``, the same without their context, tokens are drawn from ``guidance`` times the difference
     between the two (:mod:`trainwright.models.guidance`); 0 is free of context, 1 is ``prompts`` alone.
+    With ``early_exit``, tokens leave the layers of a model that has exits (:mod:`trainwright.models.exit_decoding`).
     ``temperature=0`` is greedy. With ``seed`` the draw is repeatable; else ``generator`` or torch's global one is used.
     ``model`` may be wrapped (DDP, FSDP: every rank calls with the same arguments). Raises ConfigError for an empty
     prompt, one that fills ``max_seq_len``, or a setting out of range.
@@ -202,7 +220,7 @@ def generate_ids(
     for ids in stream_ids(
         model, prompts, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
         repetition_penalty=repetition_penalty, eos_id=eos_id, seed=seed, generator=generator, use_cache=use_cache,
-        stopped=stopped, free_prompts=free_prompts, guidance=guidance,
+        stopped=stopped, free_prompts=free_prompts, guidance=guidance, early_exit=early_exit,
     ):  # fmt: skip
         for row, new in enumerate(ids):
             if new is not None:
@@ -226,11 +244,16 @@ def stream_ids(
     stopped: Callable[[int, list[int]], bool] | None = None,
     free_prompts: Sequence[Sequence[int]] | None = None,
     guidance: float = 1.0,
+    early_exit: ExitDecoding | None = None,
 ) -> Iterator[list[int | None]]:
     """As :func:`generate_ids`, step by step: for each row its new id, or None once it has ended."""
     if not prompts:
         return
     check_guidance(guidance)
+    if early_exit is not None:
+        check_exit_decoding(
+            early_exit, model, len(prompts), use_cache=use_cache, guided=free_prompts is not None and guidance != 1
+        )
     if free_prompts is not None and len(free_prompts) != len(prompts):
         raise ConfigError(f"are {len(free_prompts)} and the prompts {len(prompts)}", key="free_prompts")
     inner: Any = getattr(model, "module", model)
@@ -256,19 +279,25 @@ def stream_ids(
     training = model.training
     model.eval()
     try:
-        with torch.no_grad():
-            steps = _steps(
-                model,
-                prompts,
-                max_new_tokens,
-                choose,
-                use_cache,
-                repetition_penalty,
-                done,
-                eos_id if eos_id is not None else 0,
-                free_prompts,
-                guidance,
-            )
+        pad_id = eos_id if eos_id is not None else 0
+        with (
+            torch.no_grad(),
+            closing(
+                _steps(
+                    model,
+                    prompts,
+                    max_new_tokens,
+                    choose,
+                    use_cache,
+                    repetition_penalty,
+                    done,
+                    pad_id,
+                    free_prompts,
+                    guidance,
+                    early_exit,
+                )
+            ) as steps,
+        ):
             while True:
                 ids = next(steps, None)
                 if ids is None:
@@ -341,6 +370,7 @@ def generate(
     generator: torch.Generator | None = None,
     use_cache: bool = True,
     context: Context | None = None,
+    early_exit: ExitDecoding | None = None,
 ) -> list[str]:
     """The continuation of each prompt as text, without the prompt, ended by the tokenizer's eos (or ``eos_id``), the
     first of the ``stop`` strings (cut off), ``max_new_tokens`` or the model's length. ``context`` is metadata to write
@@ -351,7 +381,7 @@ def generate(
         model, given, free_prompts=free, guidance=guidance, max_new_tokens=max_new_tokens, temperature=temperature,
         top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, seed=seed, generator=generator,
         eos_id=tokenizer.eos_id if eos_id is None else eos_id, stopped=_stop_check(tokenizer, stop),
-        use_cache=use_cache,
+        use_cache=use_cache, early_exit=early_exit,
     )  # fmt: skip
     return [_cut(tokenizer.decode(row), stop)[0] for row in ids]
 
@@ -371,6 +401,7 @@ def stream(
     seed: int | None = None,
     generator: torch.Generator | None = None,
     context: Context | None = None,
+    early_exit: ExitDecoding | None = None,
 ) -> Iterator[str]:
     """Pieces of the continuation of ``prompt`` (text, or ids as of a chat template) as they come.
 
@@ -389,7 +420,7 @@ def stream(
     sent = 0
     for (new,) in stream_ids(
         model, given, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-        free_prompts=free, guidance=guidance,
+        free_prompts=free, guidance=guidance, early_exit=early_exit,
         repetition_penalty=repetition_penalty, seed=seed, generator=generator,
         eos_id=tokenizer.eos_id if eos_id is None else eos_id, stopped=_stop_check(tokenizer, stop),
     ):  # fmt: skip

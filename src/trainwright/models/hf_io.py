@@ -7,12 +7,13 @@ folder beside the target that takes its name when all is on disk, so that a fold
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ from trainwright.models.architecture import Architecture
 from trainwright.models.base import LanguageModel
 from trainwright.models.decoder import Decoder
 from trainwright.models.hf_config import architecture_from_hf, hf_config, hf_constants, hf_model_type, hf_names
+
+log = logging.getLogger("trainwright")
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -188,6 +191,8 @@ def save_pretrained(
     ``max_shard_size`` bytes with their index, generation config, tokenizer and chat template.
 
     ``dtype`` casts the weights (None: as they are). In a distributed run every rank must call it; the first one writes.
+    Attention that a transform has swapped is not in the folder: a warning says so, and config.json names the transform.
+    Nor are early exits, likewise.
     Raises ConfigError when ``folder`` exists, ModelError when no transformers architecture computes what ours does.
     """
     folder = Path(folder)
@@ -216,6 +221,20 @@ def _writer(model: LanguageModel, dtype: torch.dtype | None) -> Callable[[Path, 
         arch = model.arch
         stored = dtype or model.embed.weight.dtype
         config = hf_config(arch, str(stored).removeprefix("torch."))  # refuses before anything is written
+        sparse = {name for block in model.blocks if (name := getattr(cast(Any, block.attn).attend, "transform", None))}
+        if sparse:
+            config["trainwright_transforms"] = sorted(sparse)
+            log.warning(
+                f"the folder holds the weights alone: transformers has no {', '.join(sorted(sparse))} and will compute "
+                "dense attention, which gives other numbers than this model (noted in config.json)"
+            )
+
+        if model.exits is not None:
+            config["trainwright_early_exits"] = {"after_layers": [int(p) for p in model.exits]}
+            log.warning(
+                "the folder holds the model without its early exits, which transformers has no place for: it computes "
+                "what the last layer says (noted in config.json); the run's own checkpoints keep them"
+            )
 
         def write(part: Path, max_shard_size: int) -> None:
             if is_main():
@@ -232,7 +251,7 @@ def _writer(model: LanguageModel, dtype: torch.dtype | None) -> Callable[[Path, 
 def _hf_tensors(model: Decoder, arch: Architecture, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """(name, whole tensor on the CPU), one after another; a collective each where the weights are sharded."""
     kind = hf_model_type(arch)
-    state = model.state_dict()
+    state = {name: value for name, value in model.state_dict().items() if not name.startswith("exits.")}
     names = hf_names(arch, kind)
     lost = sorted(set(names) - set(state))
     extra = sorted(set(state) - set(names))

@@ -4,12 +4,14 @@ Token t with scores s_t (softmax of the router's logits, or their sigmoid) goes 
 ``s_t + b``; the outputs are summed with weights s_t of the chosen ones, divided by their sum where the family does so.
 
 - auxiliary loss (arXiv:2101.03961, as Mixtral and Qwen use it): ``E * sum_e f_e * P_e`` per layer, with f_e the
-  assignments to expert e over the number of tokens (they sum to k) and P_e the mean score; averaged over layers.
+  assignments to expert e over the number of tokens (they sum to k) and P_e the mean score; averaged over layers. Where
+  ranks have a micro-batch's tokens together, f and P are those of all of them (``summed``).
 - bias (arXiv:2408.15664): after each step ``b_e += rate * sign(mean load - load_e)``; no gradient is disturbed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,6 +37,8 @@ class MoE(nn.Module):
         self.down = nn.Parameter(torch.empty(n_experts, dim, ffn_dim))
         bias = torch.zeros(n_experts, dtype=torch.float32) if bias_balanced else None
         self.register_buffer("expert_bias", bias)
+        # Sums a tensor over the ranks that have the tokens of this micro-batch together; None: they are all here.
+        self.summed: Callable[[Tensor], Tensor] | None = None
         # Assignments since the last update_bias(). No buffer: DDP broadcasts those from rank 0 at every forward.
         self.load: Tensor | None = None
 
@@ -67,10 +71,34 @@ class MoE(nn.Module):
         out = out.index_select(0, place).view(-1, self.top_k, shape[-1])  # [N, k, D]
         y = (out * weights.to(out.dtype).unsqueeze(-1)).sum(dim=1)
 
+        return y.view(shape), *self._balance(scores, experts, counts, shape)
+
+    def _balance(self, scores: Tensor, experts: Tensor, counts: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
+        """The balancing loss of ``scores [N, E]``, choices ``experts [N, k]`` and their ``counts [E]``; and the counts of
+        all tokens of the micro-batch."""
         # Sigmoid scores do not sum to one; the loss compares shares.
         share = scores / scores.sum(dim=-1, keepdim=True) if self.score == "sigmoid" else scores
-        balance = counts.numel() * (counts / x.shape[0] * share.mean(dim=0)).sum()
-        return y.view(shape), balance, counts.detach()
+        tokens: Any = scores.shape[0]
+        there = self._there(shape, scores.device)
+        if there is not None:
+            share, tokens = share * there, there.sum()
+            counts = (F.one_hot(experts, scores.shape[1]) * there.to(experts.dtype).unsqueeze(-1)).sum((0, 1))
+        total = share.sum(0)
+        if self.summed is not None and self.expert_bias is None:  # else nobody uses the loss
+            number = torch.as_tensor(tokens, dtype=total.dtype, device=total.device).view(1)
+            figures = self.summed(torch.cat([total, counts.to(total.dtype), number]))
+            total, whole, number = figures.split([len(counts), len(counts), 1])
+            counts, tokens = whole.detach().to(counts.dtype), number.detach()
+        return counts.numel() * (counts / tokens * (total / tokens)).sum(), counts.detach()
+
+    def _there(self, shape: torch.Size, device: torch.device) -> Tensor | None:
+        """``[N, 1]``: 0 for slots of ``x [B, T, D]`` that are no token of a row; None: all are."""
+        return None
+
+    def summed_also(self, summed: Callable[[Tensor], Tensor]) -> None:
+        """Have ``summed`` called besides what is called already."""
+        inner = self.summed
+        self.summed = summed if inner is None else lambda x: summed(inner(x))
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
         """``gate, up [E, F, D]`` and ``down [E, D, F]`` as they are multiplied with."""

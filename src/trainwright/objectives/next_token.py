@@ -17,16 +17,18 @@ from torch import Tensor
 from trainwright.core.batch import Batch
 from trainwright.core.registry import register
 from trainwright.models.base import Hidden, LanguageModel
+from trainwright.models.early_exit import FIGURES, Exit
 from trainwright.objectives.base import Loss, ObjectiveConfig
 from trainwright.objectives.linear_cross_entropy import linear_cross_entropy
 
 
 @dataclass(frozen=True)
 class NextToken:
-    """``objective(model, batch) -> Loss``: sum of ``w * (CE + z_loss * lse^2)`` plus the model's auxiliary loss times
-    the batch's weight. Metrics, as sums: ``nll``, ``z_loss``, ``correct``, and with a model that has them
-    ``aux_loss`` and its own metrics. Of a batch that names its rows' sources (``extras["source"]``, one-hot
-    ``[B, 1, K]``) also ``source_nll_k`` and ``source_weight_k`` of each source k."""
+    """``objective(model, batch) -> Loss``: sum of ``w * (CE + z_loss * lse^2)``, the same of each early exit times its
+    weight, and the model's auxiliary loss times the batch's weight. Metrics, as sums: ``nll``, ``z_loss``, ``correct``,
+    and with a model that has them ``exit_N_nll``, ``aux_loss`` and its own metrics. Of a batch that names its rows'
+    sources (``extras["source"]``, one-hot ``[B, 1, K]``) also ``source_nll_k`` and ``source_weight_k`` of each source
+    k."""
 
     by_source: ClassVar[bool] = True
 
@@ -63,10 +65,25 @@ class NextToken:
                 total = total + aux
                 metrics["aux_loss"] = aux.detach()
             metrics.update({name: value.detach() * scale for name, value in hidden.metrics.items()})
+            for early in hidden.exits:
+                loss, figures = self.exit_loss(early, batch)
+                total = total + early.weight * loss
+                metrics |= figures
             return total, metrics
 
         total, metrics = model(batch.tokens, positions=batch.positions, doc_ids=batch.doc_ids, head_fn=head)
         return Loss(total, weight, metrics)
+
+    def exit_loss(self, early: Exit, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of an early exit, a sum not yet times its weight, and ``exit_N_nll`` and ``exit_N_correct``. Its
+        logits are made here, chunk by chunk, so that those of one exit exist at a time."""
+        hidden = early.hidden()
+        total, metrics = linear_cross_entropy(
+            hidden.states.flatten(0, 1), hidden.head.weight, batch.targets.flatten(), batch.weights.flatten(),
+            bias=hidden.head.bias, softcap=hidden.head.softcap, scale=hidden.head.scale, z_loss=self.z_loss,
+            label_smoothing=self.label_smoothing, chunk_tokens=self.chunk_tokens,
+        )  # fmt: skip
+        return total, {f"{early.name}_{figure}": metrics[figure] for figure in FIGURES}
 
 
 def _by_source(source: Tensor, token_nll: Tensor, weights: Tensor) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 BATCH_BYTES = 256 * 2**20  # of whole matrices on one rank at a time
 CPU_BATCH_BYTES = 2**20  # of a stack on a CPU: a larger product fills the cores by itself, and stacking only copies
@@ -137,10 +138,13 @@ def _like_local(local: Tensor, target: Tensor) -> Tensor:
 
 
 def _holds_whole_matrices(t: Tensor) -> bool:
-    """Plain tensors, replicated ones, and stacks sharded by expert."""
+    """Plain tensors, replicated ones, and stacks sharded by expert, over one dimension of the mesh or several."""
     if not isinstance(t, DTensor):
         return True
-    return all(type(p) is Replicate or (type(p) is Shard and p.dim % t.ndim < t.ndim - 2) for p in t.placements)
+    return all(
+        type(p) is Replicate or (type(p) in (Shard, _StridedShard) and p.dim % t.ndim < t.ndim - 2)  # type: ignore[attr-defined]
+        for p in t.placements
+    )
 
 
 def _shard_dim(t: Tensor) -> int | None:

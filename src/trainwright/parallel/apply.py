@@ -22,8 +22,9 @@ from trainwright.core.batch import Batch
 from trainwright.core.divided import Division
 from trainwright.core.errors import ConfigError
 from trainwright.models.base import LanguageModel
+from trainwright.models.moe import MoE
 from trainwright.parallel.config import ParallelConfig, context_method
-from trainwright.parallel.context.base import ContextParallel
+from trainwright.parallel.context.base import ContextParallel, SummedOverRanks
 from trainwright.parallel.mesh import Mesh
 from trainwright.parallel.weights import check_same_build, fill_from_first_rank, model_state
 
@@ -41,6 +42,8 @@ class Parallelized:
     context: ContextParallel | None = None  # spreads the tokens of a micro-batch over ranks
     context_size: int = 1  # ranks of that group
     pipeline: Any = None  # this rank's stages; None: the whole model is here
+    sharding: Any = None  # what shards it, where that is neither DDP nor FSDP2 (parallel/amsp)
+    chunks: Any = None  # rows go chunk by chunk (parallel/sppo/rows.py); None: whole
 
     @contextmanager
     def no_sync(self, *, last_micro_batch: bool) -> Iterator[None]:
@@ -49,6 +52,10 @@ class Parallelized:
         All ranks must make the same number of micro-batches. Until the last one, DDP communicates nothing; FSDP2 does
         what ``accumulate`` says, and HSDP with "sharded" leaves out the reduction between replicas.
         """
+        if self.sharding is not None:
+            with self.sharding.micro_step(last=last_micro_batch):
+                yield
+            return
         if isinstance(self.module, DistributedDataParallel):
             with contextlib.nullcontext() if last_micro_batch else self.module.no_sync():
                 yield
@@ -103,9 +110,10 @@ def parallelize(
 
     FSDP2 shards on ``device`` block by block, so a GPU holds its shards and at most one whole block.
     """
+    chunks = _cut_rows(model, mesh, config, device)
     if mesh.mesh is None:
         model = model.to(device)
-        return Parallelized(model, model)
+        return Parallelized(model, model, chunks=chunks)
     from_first = check_same_build(model, device)
     degrees = mesh.degrees
     spread: dict[str, Any] = {
@@ -114,9 +122,14 @@ def parallelize(
         "weight_copies": degrees.tp * degrees.pp,
         "context_size": degrees.cp,
         "context": _spread_context(model, mesh, config) if degrees.cp > 1 else None,
+        "chunks": chunks,
     }
     if degrees.pp > 1:
         return _stages(model, mesh, config, precision, device, spread, from_first)
+    if config.sharding is not None:
+        with fill_from_first_rank(model, device) if from_first else contextlib.nullcontext():
+            sharding = config.sharding.apply(model, config, precision, device)
+        return Parallelized(model, model, sharding=sharding, **spread)
     sharded = degrees.dp_shard > 1 or degrees.ep > 1
     trained = any(p.requires_grad for p in model.parameters())
     reduced = mesh.dp_size * degrees.cp > 1 and trained  # else no gradient has to be added up
@@ -126,17 +139,14 @@ def parallelize(
 
             apply_tensor_parallel(model, cast(DeviceMesh, mesh.submesh("tp")), config.sequence_parallel)
             _narrow_attention(model, mesh.rank_in("tp"), degrees.tp)
-        experts_over = None
-        if degrees.ep > 1:
-            from trainwright.parallel.expert import apply_expert_parallel
-
-            experts_over, spread_over = mesh.expert_meshes()
-            apply_expert_parallel(model, spread_over)
-        # DDP takes plain parameters; what is cut already is replicated by FSDP2's machinery.
-        if sharded or (reduced and degrees.tp > 1):
+            if config.tensor is not None:
+                config.tensor.apply(model, mesh.submesh("tp"))
+        experts_over = _spread_experts(model, mesh)
+        # DDP takes plain parameters, and one backward pass a forward pass; the rest is replicated by FSDP2's machinery.
+        if sharded or (reduced and (degrees.tp > 1 or chunks is not None)):
             _fully_shard(model, mesh, config, precision, experts_over)
         model = model.to_empty(device=device) if _on_meta(model) else model.to(device)
-    if sharded or not reduced or degrees.tp > 1:
+    if sharded or not reduced or degrees.tp > 1 or chunks is not None:
         return Parallelized(model, model, accumulate=config.accumulate, **spread)
     wrapped = _Replica(
         model,
@@ -169,7 +179,8 @@ def _stages(
         from trainwright.parallel.tensor import apply_tensor_parallel
 
         apply_tensor_parallel(model, cast(DeviceMesh, mesh.submesh("tp")), config.sequence_parallel)
-    pipeline = apply_pipeline(model, mesh, config, precision, device)
+        _narrow_attention(model, mesh.rank_in("tp"), mesh.degrees.tp)
+    pipeline = apply_pipeline(model, mesh, config, precision, device, _spread_experts(model, mesh), spread["chunks"])
     return Parallelized(pipeline.model, pipeline.model, pipeline=pipeline, **spread)
 
 
@@ -188,7 +199,36 @@ def _spread_context(model: LanguageModel, mesh: Mesh, config: ParallelConfig) ->
     decoder.plan_attention = context.plan
     for block in decoder.blocks:
         block.attn.attend = context.attend
+    if context.together:
+        group = mesh.group("cp")
+        for moe in (m for m in model.modules() if isinstance(m, MoE)):
+            moe.summed_also(lambda x: cast(Tensor, SummedOverRanks.apply(x, group)))
     return context
+
+
+def _cut_rows(model: LanguageModel, mesh: Mesh, config: ParallelConfig, device: torch.device) -> Any:
+    """Swap the attention of ``model`` for one that takes rows chunk by chunk, where the recipe says so."""
+    from trainwright.parallel.sppo.sppo import sppo_of
+
+    method = sppo_of(config)
+    if method is None:
+        return None
+    from trainwright.parallel.sppo.rows import ChunkedRows
+
+    rows = ChunkedRows(method, cast(Any, model).arch, mesh.degrees.pp, device)
+    rows.attention.install(model)
+    return rows
+
+
+def _spread_experts(model: LanguageModel, mesh: Mesh) -> DeviceMesh | None:
+    """Expert parallelism, where there is some; the ranks that hold the same experts then."""
+    if mesh.degrees.ep == 1:
+        return None
+    from trainwright.parallel.expert import apply_expert_parallel
+
+    same, spread_over = mesh.expert_meshes()
+    apply_expert_parallel(model, spread_over)
+    return same
 
 
 def _narrow_attention(model: LanguageModel, rank: int, ranks: int) -> None:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from trainwright.core.errors import ConfigError
-from trainwright.core.registry import Slot, build
+from trainwright.core.registry import MethodConfig, Slot, build
+from trainwright.parallel.amsp.config import ShardingConfig
 from trainwright.parallel.context.base import ContextConfig
 
 
@@ -29,6 +40,21 @@ class Degrees:
         return self.dp_replicate * self.dp_shard * self.cp * self.tp * self.pp
 
 
+class TensorConfig(MethodConfig):
+    """Base of what changes how tensor-parallel ranks work together. The stream is then whole on every rank."""
+
+    def check(self, degrees: Degrees, config: ParallelConfig, arch: Any) -> None:
+        """Raises ConfigError where it does not go with the degrees or a model of :class:`Architecture` ``arch``."""
+
+    def check_recipe(self, config: Any, rows: int, micro_batch_size: int) -> None:
+        """Raises ConfigError for parts of the RunConfig ``config`` that it does not go with. ``rows`` is a rank's share
+        of the global batch. Before any process group is made, as :meth:`check`."""
+
+    @abstractmethod
+    def apply(self, model: Any, mesh: Any) -> None:
+        """Change ``model``, whose layers are cut over the ranks of ``mesh`` (one dimension) already, in place."""
+
+
 class PipelineSection(BaseModel):
     """How a pipeline's stages work together."""
 
@@ -44,6 +70,18 @@ class PipelineSection(BaseModel):
     )
     layers: list[PositiveInt] | None = Field(
         None, description="Layers of each stage, in order; null: as even as they go, the first and last stage fewer."
+    )
+    fill_warmup: NonNegativeInt = Field(
+        0,
+        description="1f1b with early exits (arXiv:2312.04916): up to so many of a step's micro-batches go through the "
+        "first stages alone, while these wait for the first gradient.",
+    )
+    fill_cooldown: NonNegativeInt = Field(
+        0,
+        description="The same at the end: up to so many go backward through the last stages alone.",
+    )
+    backward_ratio: PositiveFloat = Field(
+        2.0, description="Time of a backward pass over that of a forward pass; says how many of them bubbles hold."
     )
 
 
@@ -65,6 +103,12 @@ class ParallelConfig(BaseModel):
     )
     context: Annotated[ContextConfig | None, Slot("context", optional=True)] = Field(
         None, description="cp: how a row's tokens are spread; null: ring."
+    )
+    tensor: Annotated[TensorConfig | None, Slot("tensor", optional=True)] = Field(
+        None, description="tp: how its communication hides behind computing; null: not."
+    )
+    sharding: Annotated[ShardingConfig | None, Slot("sharding", optional=True)] = Field(
+        None, description="How data-parallel ranks share the model in another way than dp_shard's; null: dp_shard."
     )
     pipeline: PipelineSection = Field(default_factory=PipelineSection)
     reshard_after_forward: bool = Field(
@@ -100,6 +144,14 @@ class ParallelConfig(BaseModel):
             return {**{k: v for k, v in value.items() if k != "name"}, "auto": True}
         return value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_stream(cls, value: Any) -> Any:
+        """What a tensor method needs of ``sequence_parallel``, where the recipe does not say."""
+        if isinstance(value, dict) and value.get("tensor") is not None:
+            return {"sequence_parallel": False, **value}
+        return value
+
     @field_validator("dp_replicate")
     @classmethod
     def _replicate(cls, value: int) -> int:
@@ -130,7 +182,10 @@ class ParallelConfig(BaseModel):
                 key="parallel.ep",
                 value=self.ep,
             )
-        return Degrees(replicate, self.dp_shard, self.cp, self.tp, self.pp, self.ep)
+        degrees = Degrees(replicate, self.dp_shard, self.cp, self.tp, self.pp, self.ep)
+        if self.sharding is not None:
+            self.sharding.check(degrees, self)
+        return degrees
 
     def _misfit(self, world_size: int, others: int) -> ConfigError:
         """What to say where the degrees do not divide the number of processes."""

@@ -12,6 +12,8 @@ def check_cut(degrees: Degrees, config: ParallelConfig, arch: Architecture | Non
 
     arch  None: a model whose inside is not known here; it can be replicated and sharded, nothing else
     """
+    if config.sharding is not None:
+        config.sharding.check(degrees, config)
     if arch is None:
         for key in ("tp", "pp", "cp", "ep"):
             if getattr(degrees, key) > 1:
@@ -20,6 +22,8 @@ def check_cut(degrees: Degrees, config: ParallelConfig, arch: Architecture | Non
                     key=f"parallel.{key}",
                     value=getattr(degrees, key),
                 )
+        if config.tensor is not None:
+            config.tensor.check(degrees, config, arch)
         return
     tp, cp, pp, ep = degrees.tp, degrees.cp, degrees.pp, degrees.ep
     for what, size in (
@@ -33,6 +37,8 @@ def check_cut(degrees: Degrees, config: ParallelConfig, arch: Architecture | Non
                 key="parallel.tp",
                 value=tp,
             )
+    if config.tensor is not None:
+        config.tensor.check(degrees, config, arch)
     if cp > 1:
         context_method(config).check(cp, arch.n_heads // tp, arch.n_kv_heads // tp, seq_len)
     stages = pp * config.pipeline.stages_per_rank

@@ -122,9 +122,9 @@ class TensorParallel:
         missing = -self.length % self.mesh.size()
         return cast(Tensor, _Scattered.apply(nn.functional.pad(x, (0, 0, 0, missing)) if missing else x, self.group))
 
-    def mean(self, x: Tensor) -> Tensor:
-        """The mean over ranks of what each made of its own tokens."""
-        return cast(Tensor, _Reduced.apply(x / self.mesh.size(), self.group))
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over ranks of what each made of its own tokens."""
+        return cast(Tensor, _Reduced.apply(x, self.group))
 
     def whole(self, weight: Tensor) -> Tensor:
         """A weight that the ranks hold whole and use on their part of the tokens, or of the heads."""
@@ -212,9 +212,14 @@ class _WholeExperts(MoE):
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
         return self._tp.whole(self.gate), self._tp.whole(self.up), self._tp.whole(self.down)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        y, balance, counts = super().forward(x)
-        return y, self._tp.mean(balance), counts
+    def _there(self, shape: torch.Size, device: torch.device) -> Tensor | None:
+        """The stream is filled up to a multiple of the ranks, behind the last token."""
+        tp = self._tp
+        if tp.length % tp.mesh.size() == 0:
+            return None
+        batch, here, _ = shape
+        slots = torch.arange(here, device=device) + tp.mesh.get_local_rank() * here
+        return (slots < tp.length).float().repeat(batch).unsqueeze(1)
 
 
 def _swap(module: nn.Module, cls: type, tp: TensorParallel) -> None:
@@ -300,6 +305,7 @@ def _whole_experts(moe: MoE, mesh: DeviceMesh, tp: TensorParallel) -> None:
     for name in ("gate", "up", "down"):
         _cut(moe, mesh, name, Replicate())
     _cut(moe.router, mesh, "weight", Replicate())
+    moe.summed_also(tp.sum)
     _swap(moe.router, _WholeLinear, tp)
     _swap(moe, _WholeExperts, tp)
 

@@ -11,6 +11,7 @@ S = b T D bytes of residual stream and K the bytes of a rank's keys:
     ring    per layer 2 (r-1) K forward, 2 (r-1) K + 2 r K backward, m times
     Ulysses per layer 4 (u-1)/u (Q + K) in all, m times
     PP      S to the next stage and S back, m times
+    EP      per layer 4 (e-1)/e of the rows of k experts a token, m times, if experts are chosen alike
 
 The time of a step is a simple one: what overlaps with computing (gradients, parameters, the ring) hides behind it, the
 rest adds up, and a pipeline of p stages stands idle for (p-1)/(m+p-1) of the time. A transfer takes its messages times
@@ -34,6 +35,9 @@ from trainwright.parallel.comm.trace import bytes_sent
 from trainwright.parallel.config import Degrees, ParallelConfig, context_method
 from trainwright.parallel.legal import check_cut
 from trainwright.parallel.mesh import DIMENSIONS
+from trainwright.planning.amsp_comm import chain_of, reduced_bytes_of
+from trainwright.planning.amsp_comm import state_bytes as sharded_state_bytes
+from trainwright.planning.amsp_comm import transfers as amsp_transfers
 
 
 class Link(BaseModel):
@@ -85,6 +89,7 @@ class Transfer:
     bytes: int
     what: str
     overlaps: bool = False  # with computing
+    span: int | None = None  # neighbouring ranks among whom the groups lie; None: whole dimensions
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,7 @@ class Work:
     parameter_bytes: int = 4
     reduced_bytes: int = 4  # of a gradient as it is added up
     documents: bool = True  # rows say which document a token is of
+    lengths: tuple[tuple[int, ...], ...] | None = None  # of the documents of each row; None: a row is one
 
     @property
     def tied(self) -> bool:
@@ -145,6 +151,8 @@ def _transfers(work: Work, degrees: Degrees, config: ParallelConfig) -> Iterator
     yield from _data_parallel(work, degrees, config, len(sizes))
     if degrees.tp > 1:
         yield from _tensor_parallel(work, degrees, config, sizes, layers)
+    if degrees.ep > 1:
+        yield from _expert_parallel(work, degrees, sizes, layers)
     if degrees.cp > 1:
         yield from _context_parallel(work, degrees, config, sizes, layers)
     if degrees.pp > 1:
@@ -159,10 +167,14 @@ def _transfers(work: Work, degrees: Degrees, config: ParallelConfig) -> Iterator
 
 
 def _groups(work: Work, degrees: Degrees) -> list[list[tuple[str, tuple[int, ...]]]]:
-    """Parameters as FSDP2 takes them together, as this rank's tensor-parallel shards: the root, then block by block."""
+    """Parameters as FSDP2 takes them together, as this rank's tensor-parallel shards: the root, then block by block.
+
+    Where experts are spread they are left out, and routers are with the root, which is kept as they are."""
     blocks: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
     for name, shape in work.shapes.items():
-        block = name.split(".")[1] if name.startswith("blocks.") else ""
+        if degrees.ep > 1 and len(shape) == 3:
+            continue
+        block = name.split(".")[1] if name.startswith("blocks.") and (degrees.ep == 1 or "router" not in name) else ""
         blocks.setdefault(block, []).append((name, _tensor_shard(name, shape, degrees.tp)))
     return [blocks[key] for key in sorted(blocks, key=lambda k: int(k or -1))]
 
@@ -185,7 +197,12 @@ def _shard_numbers(shape: Sequence[int], n: int) -> int:
 def _data_parallel(work: Work, degrees: Degrees, config: ParallelConfig, micro: int) -> Iterator[Transfer]:
     groups = _groups(work, degrees)
     numbers = sum(math.prod(shape) for group in groups for _, shape in group) // degrees.pp
-    if degrees.dp_shard == 1:
+    if (chain := chain_of(config, degrees.world_size)) is not None:
+        shapes = [[shape for _, shape in group] for group in groups]
+        reduced = reduced_bytes_of(config, work.gathered_bytes, work.reduced_bytes)
+        yield from amsp_transfers(shapes, chain, degrees.world_size, micro, work.gathered_bytes, reduced)
+        return
+    if degrees.dp_shard == 1 and degrees.ep == 1:
         n = degrees.dp_replicate * degrees.cp
         size = numbers * work.reduced_bytes
         yield Transfer(
@@ -214,6 +231,37 @@ def _data_parallel(work: Work, degrees: Degrees, config: ParallelConfig, micro: 
     yield Transfer(
         "all_reduce", ("dp_replicate",), r, len(shards), bytes_sent("all_reduce", size, r), "shards of gradients", True
     )
+    if degrees.ep > 1:
+        yield from _expert_shards(work, degrees, config, micro, times)
+
+
+def _expert_shards(work: Work, degrees: Degrees, config: ParallelConfig, micro: int, times: int) -> Iterator[Transfer]:
+    """What FSDP2 does with a rank's experts, over the ranks that hold the same ones."""
+    n, over = degrees.dp_shard * degrees.cp // degrees.ep, ("dp_shard", "cp")
+    shapes = [shape for shape in work.shapes.values() if len(shape) == 3]
+    layers = len(shapes) // 3
+    numbers = sum(math.prod(shape) for shape in shapes) // degrees.ep // degrees.pp
+    # A pipeline keeps what it has gathered for the whole step.
+    gathers = 1 if degrees.pp > 1 else micro * (1 + config.reshard_after_forward)
+    sent = bytes_sent("all_gather", numbers // n * work.gathered_bytes, n)
+    yield Transfer("all_gather", over, n, gathers * layers, gathers * sent, "experts", True)
+    sent = bytes_sent("reduce_scatter", numbers * work.reduced_bytes, n)
+    yield Transfer("reduce_scatter", over, n, times * layers, times * sent, "gradients of experts", True)
+    r = degrees.dp_replicate
+    sent = bytes_sent("all_reduce", numbers // n * work.reduced_bytes, r)
+    yield Transfer("all_reduce", ("dp_replicate",), r, layers, sent, "shards of gradients of experts", True)
+
+
+def _expert_parallel(work: Work, degrees: Degrees, sizes: Sequence[int], layers: int) -> Iterator[Transfer]:
+    """Tokens to their experts and back, forward and backward, if experts are chosen alike; and how many go where."""
+    arch, n, over = work.arch, degrees.ep, ("dp_shard", "cp")
+    layers = sum(arch.is_moe(i) for i in range(layers))
+    tokens = sum(sizes) * math.ceil(work.seq_len / degrees.cp / degrees.tp)
+    rows = 4 * bytes_sent("all_to_all", tokens * arch.n_experts_per_token * arch.dim * work.activation_bytes, n)
+    counts = len(sizes) * bytes_sent("all_to_all", 8 * arch.n_experts, n)
+    yield Transfer(
+        "all_to_all", over, n, 5 * layers * len(sizes), layers * (rows + counts), "tokens to experts and back"
+    )
 
 
 def _tensor_parallel(
@@ -230,12 +278,16 @@ def _tensor_parallel(
         for b in sizes:
             size = b * padded * arch.dim * work.activation_bytes
             total += 2 * ways * bytes_sent(kind, size // n if kind == "all_gather" else size, n)
-        yield Transfer(kind, over, n, 2 * ways * len(sizes), total, "the residual stream")
+        # Domino adds slices up one by one, while others are computed.
+        row, column = getattr(config.tensor, "row", 1), getattr(config.tensor, "column", 1)
+        calls = len(sizes) * (halves * row * (column + 1) + 2 * row)
+        sliced = row * column > 1
+        yield Transfer(kind, over, n, calls, total, "the residual stream", overlaps=sliced)
     wide = max(4, work.activation_bytes)
     norms = [arch.dim] * (2 * layers + 1 if config.sequence_parallel else 0)
     norms += [arch.head_dim] * (2 * layers if arch.qk_norm else 0)
     held = sum(norms) + sum(
-        math.prod(s)
+        math.prod(s) // (degrees.ep if len(s) == 3 else 1)
         for name, s in work.shapes.items()
         if (len(s) == 3 or "router" in name) and name.startswith("blocks.") and int(name.split(".")[1]) < layers
     )
@@ -243,19 +295,36 @@ def _tensor_parallel(
         "all_reduce", over, n, len(norms) * len(sizes),
         len(sizes) * bytes_sent("all_reduce", held * work.parameter_bytes, n), "gradients of what is held whole",
     )  # fmt: skip
-    experts = sum(arch.is_moe(i) for i in range(layers)) * len(sizes)
-    yield Transfer("all_reduce", over, n, experts, experts * bytes_sent("all_reduce", 4, n), "balance of the experts")
+    yield from _balance(arch, over, n, len(sizes), layers, ways=1)
     tokens = sum(sizes) * length
     yield Transfer(
         "all_reduce", over, n, 3 * len(sizes), bytes_sent("all_reduce", tokens * (3 * wide + 8), n), "the loss"
     )
 
 
+def _balance(
+    arch: Architecture, over: tuple[str, ...], n: int, micro: int, layers: int, ways: int
+) -> Iterator[Transfer]:
+    """Shares and counts of the experts, and the number of tokens: float32, once forward and perhaps once back."""
+    if arch.balance == "bias":
+        return
+    calls = ways * micro * sum(arch.is_moe(i) for i in range(layers))
+    sent = bytes_sent("all_reduce", 4 * (2 * arch.n_experts + 1), n)
+    yield Transfer("all_reduce", over, n, calls, calls * sent, "balance of the experts")
+
+
 def _context_parallel(
     work: Work, degrees: Degrees, config: ParallelConfig, sizes: Sequence[int], layers: int
 ) -> Iterator[Transfer]:
     arch, cp = work.arch, degrees.cp
+    from trainwright.planning import comm_context
+
     method: Any = context_method(config)
+    if method.name in comm_context.FOLLOWING:
+        if method.name in ("basp", "flashcp"):
+            yield from _balance(arch, ("cp",), cp, len(sizes), layers, ways=2 if arch.balance == "aux_loss" else 1)
+        yield from comm_context.transfers(work, degrees, config, sizes)
+        return
     spread = getattr(method, "ulysses_of", None)
     if spread is None:
         raise ConfigError("what it sends is not known to the plan; use ring, ulysses or usp", key="parallel.context")
@@ -270,6 +339,7 @@ def _context_parallel(
             "all_gather", ("cp",), cp, windows * len(sizes), windows * bytes_sent("all_gather", tokens * 4, cp),
             "document ids",
         )  # fmt: skip
+    yield from _balance(arch, ("cp",), cp, len(sizes), layers, ways=2 if arch.balance == "aux_loss" else 1)
     per_head = tokens * arch.head_dim * work.activation_bytes
     if u > 1:
         sent = sum(2 * 2 * bytes_sent("all_to_all", h * per_head, u) for h in (heads, kv))
@@ -294,7 +364,7 @@ def predict(work: Work, degrees: Degrees, config: ParallelConfig, cluster: Clust
     exposed = hidden = 0.0
     links = {"inside": 0, "between": 0}
     for t in transfers:
-        name = "inside" if _extent(t.over, degrees) <= cluster.ranks_per_node else "between"
+        name = "inside" if (t.span or _extent(t.over, degrees)) <= cluster.ranks_per_node else "between"
         link: Link = getattr(cluster, name)
         links[name] += t.bytes
         messages = {"all_reduce": 2 * (t.ranks - 1), "send": 1}.get(t.kind, t.ranks - 1) * t.calls
@@ -303,11 +373,16 @@ def predict(work: Work, degrees: Degrees, config: ParallelConfig, cluster: Clust
     tokens = work.rows * work.seq_len
     compute = work.flops_per_token * tokens / degrees.world_size / (cluster.tflops * 1e12 * cluster.efficiency)
     micro = math.ceil(work.rows / (degrees.dp_replicate * degrees.dp_shard) / work.micro_rows)
+    chunks = getattr(context_method(config), "chunks", 1) if degrees.pp > 1 else 1  # SPPO's pass one behind the other
+    micro *= chunks if isinstance(chunks, int) else 1
     waiting = (degrees.pp - 1) / config.pipeline.stages_per_rank
     bubble = waiting / (micro + waiting)
     step = (max(compute, hidden) + exposed) / (1 - bubble)
     parameters = sum(math.prod(s) for s in work.shapes.values()) / (degrees.tp * degrees.pp)
     state = parameters * (2 * work.parameter_bytes + 8) / (degrees.dp_shard * degrees.cp if degrees.dp_shard > 1 else 1)
+    if (chain := chain_of(config, degrees.world_size)) is not None:
+        reduced = reduced_bytes_of(config, work.gathered_bytes, work.reduced_bytes)
+        state = sharded_state_bytes(parameters, chain, work.gathered_bytes, reduced, work.parameter_bytes)
     note = "" if state < cluster.memory_gb * 1e9 else f"does not fit into {cluster.memory_gb:g} GB"
     return Prediction(degrees, transfers, compute, exposed, hidden, bubble, step, state / 1e9, note, links)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 from typing import Any
 
@@ -14,6 +15,8 @@ from trainwright.models.architecture import Architecture
 from trainwright.parallel.auto import Machine, Work, choose
 from trainwright.parallel.config import Degrees
 from trainwright.parallel.legal import check_cut
+from trainwright.parallel.pipeline.legal import check_early_exits, check_recipe
+from trainwright.parallel.sppo.legal import check_recipe as check_chunks
 
 log = logging.getLogger("trainwright")
 _USUAL_VOCABULARY = 50_000  # where the tokenizer is not there yet and does not say
@@ -25,9 +28,13 @@ def settled(config: RunConfig, world_size: int | None = None, *, quietly: bool =
     Every rank chooses for itself, by figures that are the same on all: no process group is needed.
     Raises ConfigError where no degrees are legal.
     """
+    world_size = launched_world_size() if world_size is None else world_size
+    if config.parallel.sharding is not None:
+        from trainwright.planning.amsp_recipe import settled_sharding
+
+        return settled_sharding(config, world_size, quietly=quietly)
     if not config.parallel.auto:
         return config
-    world_size = launched_world_size() if world_size is None else world_size
     choice = choose(world_size, config.parallel, work(config), machine(config, world_size))
     if not quietly and os.environ.get("RANK", "0") == "0":
         log.log(logging.INFO if choice.fits else logging.WARNING, choice.sentence())
@@ -39,7 +46,7 @@ def check(config: RunConfig, world_size: int) -> Degrees:
     """The degrees on ``world_size`` processes. Raises ConfigError where the recipe cannot run on these."""
     config = settled(config, world_size, quietly=True)
     degrees = config.parallel.resolve(world_size)
-    if world_size > 1:
+    if world_size > 1 or config.parallel.tensor is not None:
         check_cut(degrees, config.parallel, architecture(config), config.train.seq_len)
     rows, dp_size = config.train.global_batch_rows, degrees.dp_replicate * degrees.dp_shard
     if rows < dp_size:
@@ -49,17 +56,46 @@ def check(config: RunConfig, world_size: int) -> Degrees:
             key="train.global_batch_tokens",
             value=config.train.global_batch_tokens,
         )
+    if degrees.cp > 1:
+        for i, transform in enumerate(config.transforms):
+            if getattr(transform, "swaps_attention", False):
+                raise ConfigError(
+                    "swaps the attention, and parallel.cp spreads the tokens of dense attention; leave it out, or set "
+                    "parallel.cp=1",
+                    key=f"transforms.{i}",
+                    value=transform.name,
+                )
+    if degrees.pp > 1:
+        check_recipe(degrees, config, *local_rows(config, dp_size, degrees.pp))
+    check_early_exits(degrees, config, architecture(config), *local_rows(config, dp_size, degrees.pp))
+    check_chunks(degrees, config, architecture(config), local_rows(config, dp_size, degrees.pp)[1])
+    if config.parallel.sharding is not None:
+        local, micro = local_rows(config, dp_size, degrees.pp)
+        config.parallel.sharding.check_steps(None if config.data.batcher.regroups else math.ceil(local / micro))
+    if config.parallel.tensor is not None:
+        config.parallel.tensor.check_recipe(config, *local_rows(config, dp_size, degrees.pp))
     return degrees
+
+
+def local_rows(config: RunConfig, ranks: int, pp: int) -> tuple[int, int]:
+    """Rows of a step, and those of a micro-batch, on each of the ranks that see different rows."""
+    local = max(1, math.ceil(config.train.global_batch_rows / ranks))
+    micro = config.train.micro_batch_size or max(1, 8192 // config.train.seq_len)
+    if pp > 1 and config.train.micro_batch_size is None:
+        micro = min(micro, max(1, local // (4 * pp)))  # ranks are idle for (pp - 1) / micro-batches of a step
+    return local, min(micro, local)
 
 
 def check_agreed(config: RunConfig, degrees: Degrees) -> None:
     """Raises ConfigError on every rank where machines with other memory chose other degrees. Collective."""
-    if not config.parallel.auto:
+    sharding = config.parallel.sharding
+    if not config.parallel.auto and sharding is None:
         return
-    others = [d for d in gather_objects(degrees) if d != degrees]
+    mine = degrees if sharding is None else (degrees, sharding.describe())
+    others = [d for d in gather_objects(mine) if d != mine]
     if others:
         raise ConfigError(
-            f"machines with different memory choose different degrees ({degrees} and {others[0]}); set "
+            f"machines with different memory choose different degrees ({mine} and {others[0]}); set "
             "parallel.device_memory to the smallest, in GiB",
             key="parallel",
             value="auto",

@@ -83,7 +83,8 @@ class AutogradExecutor:
                 micro = micro.to(self.device)
             sync: AbstractContextManager[None] = parallel.no_sync(last_micro_batch=i == len(micro_batches) - 1)
             with sync:
-                with self.precision.autocast():
+                saving = nullcontext() if parallel.context is None else parallel.context.saving(micro, parallel.module)
+                with self.precision.autocast(), saving:
                     loss = objective(parallel.module, micro)  # type: ignore[arg-type]
                 with self.fused.step() if self.fused is not None else nullcontext():
                     self.precision.backward(loss.sum * inverse)

@@ -43,10 +43,23 @@ class PipelineExecutor(AutogradExecutor):
         weight = all_reduce_sum(batch.weight()) / copies
         inverse = torch.where(weight > 0, parallel.loss_scale / weight, torch.zeros_like(weight)).float()
         micro_batches = self.micro_batches(batch, parallel.context)
-        loss_sum, metrics = parallel.pipeline.step(objective, micro_batches, inverse, self.precision)
+        loss_sum, metrics = parallel.pipeline.step(
+            objective, micro_batches, inverse, self.precision, parallel.weight_copies
+        )
         has_loss = parallel.pipeline.rank == parallel.pipeline.last
         positions = sum(micro.tokens.numel() for micro in micro_batches) if has_loss else 0
         return StepResult(loss_sum, weight, metrics, positions)
+
+
+def executor_kind(parallel: Parallelized) -> type[AutogradExecutor]:
+    """What computes the step's gradient of a model made parallel that way."""
+    if parallel.pipeline is not None:
+        return PipelineExecutor
+    if parallel.chunks is not None:
+        from trainwright.parallel.sppo.executor import SppoExecutor
+
+        return SppoExecutor
+    return AutogradExecutor
 
 
 def _padded(batch: Batch, rows: int) -> Batch:

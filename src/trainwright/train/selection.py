@@ -67,7 +67,7 @@ class Selection:
 
     def _check_less(self, config: LessConfig) -> None:
         trainer = self.owner.trainer
-        if trainer.mesh.degrees.dp_shard > 1:
+        if trainer.mesh.degrees.dp_shard > 1 or trainer.config.parallel.sharding is not None:
             raise self._error(
                 "less needs the whole gradient of single rows on one rank; use parallel.dp_replicate", "name", "less"
             )

@@ -24,7 +24,7 @@ from trainwright.core.params import named_params
 from trainwright.core.registry import build as build_method
 from trainwright.core.seeds import derive, rng_state, seed_everything, set_rng_state
 from trainwright.memory.fused_backward import FusedBackward, FusedBackwardConfig, fused_backward
-from trainwright.models.architecture import Architecture
+from trainwright.models.early_exit import check_objective
 from trainwright.objectives.base import RunContext
 from trainwright.optim.base import reported, swapped_for_evaluation
 from trainwright.optim.state import (
@@ -38,11 +38,10 @@ from trainwright.optim.state import (
 from trainwright.resilience.base import StepInfo
 from trainwright.resilience.policy import Decision, Policy
 from trainwright.train import run_dir as run_folder
-from trainwright.train.degrees import check_agreed, settled
+from trainwright.train.degrees import check, check_agreed, local_rows, settled
 from trainwright.train.evaluate import evaluate
-from trainwright.train.executor import AutogradExecutor
 from trainwright.train.interaction import build_interaction
-from trainwright.train.pipeline_executor import PipelineExecutor
+from trainwright.train.pipeline_executor import executor_kind
 
 if TYPE_CHECKING:
     from trainwright.parallel.comm.trace import CommTrace
@@ -70,19 +69,12 @@ class Trainer:
 
     def __init__(self, config: RunConfig, resume: bool = False):
         from trainwright.parallel.apply import parallelize
-        from trainwright.parallel.legal import check_cut
         from trainwright.parallel.mesh import build_mesh, init_distributed
 
         started = time.perf_counter()
         config = settled(config)
         self.config, self.resume = config, resume
-        degrees = config.parallel.resolve(launched_world_size())
-        if degrees.world_size > 1:
-            check_cut(degrees, config.parallel, _architecture(config), config.train.seq_len)
-        if degrees.pp > 1:
-            from trainwright.parallel.pipeline.legal import check_recipe
-
-            check_recipe(degrees, config, *_local_rows(config, degrees.dp_replicate * degrees.dp_shard, degrees.pp))
+        degrees = check(config, launched_world_size())
         self.device = _device(config)
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -91,13 +83,6 @@ class Trainer:
         self.resume = resume = run_folder.goes_on(config, resume)
         self.mesh = build_mesh(degrees, self.device, config.parallel.timeout)
         self.rows = config.train.global_batch_rows
-        if self.rows < self.mesh.dp_size:
-            raise ConfigError(
-                f"gives {self.rows} rows of seq_len={config.train.seq_len} a step, fewer than the {self.mesh.dp_size} "
-                f"data-parallel ranks; use at least {self.mesh.dp_size * config.train.seq_len}",
-                key="train.global_batch_tokens",
-                value=config.train.global_batch_tokens,
-            )
         run_folder.check(config, resume)
         if config.run.deterministic and self.device.type == "cuda":
             torch.use_deterministic_algorithms(True, warn_only=True)
@@ -123,6 +108,7 @@ class Trainer:
             raise ConfigError("the model has no trainable parameter; unfreeze some", key="model")
 
         self.objective = config.objective.build()
+        check_objective(model, self.objective)
         fused = fused_backward(config.memory)
         with _naming("optimizer"):
             self.optimizer = (config.optimizer.build_rule if fused else config.optimizer.build)(self.params)
@@ -135,7 +121,7 @@ class Trainer:
         micro = self._micro_batch_size()
         budget = micro * config.train.seq_len if config.data.batcher.regroups else None
         self.fused_backward = self._fused_backward(fused, micro, budget) if fused else None
-        kind = AutogradExecutor if self.parallel.pipeline is None else PipelineExecutor
+        kind = executor_kind(self.parallel)
         self.executor = kind(micro, self.precision, budget, self.device, self.fused_backward)
         self.interaction = build_interaction(self)
         self.monitors = [(m.name, m.build()) for m in config.monitors]
@@ -180,7 +166,7 @@ class Trainer:
         self.loader = self.data.train_loader(self.rows, self._max_rows, steps)
 
     def _micro_batch_size(self) -> int:
-        return _local_rows(self.config, self.mesh.dp_size, self.mesh.degrees.pp)[1]
+        return local_rows(self.config, self.mesh.dp_size, self.mesh.degrees.pp)[1]
 
     def _fused_backward(self, method: FusedBackwardConfig, micro: int, budget: int | None) -> FusedBackward:
         """Refuses what needs all gradients before the first step."""
@@ -241,7 +227,10 @@ class Trainer:
             open_model=open_quietly,
             training_sets=self.data.train,
             cache_dir=self.config.data.cache(),
-            split=next((d for d in ("tp", "cp", "pp") if getattr(self.mesh.degrees, d) > 1), ""),
+            split=next(
+                (d for d in ("tp", "cp", "pp") if getattr(self.mesh.degrees, d) > 1),
+                "context" if self.parallel.chunks else "",
+            ),
         )
         with _naming("objective"):
             prepare(context)
@@ -457,9 +446,10 @@ class Trainer:
     def _step(self, trace: CommTrace | None = None) -> tuple[dict[str, Any], Decision]:
         before = trace.summary() if trace is not None else None
         t0 = time.perf_counter()
-        at_step = getattr(self.objective, "at_step", None)
-        if at_step is not None:
-            at_step(self._position())
+        for part in (self.objective, getattr(self.parallel.model, "exits", None)):
+            at_step = getattr(part, "at_step", None)
+            if at_step is not None:
+                at_step(self._position())
         if self.interaction is not None:
             self.interaction.before_step(self.progress.step)
         batch = self.loader.next_batch()
@@ -686,21 +676,6 @@ def _naming(section: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         raise error.under(section) from None
-
-
-def _architecture(config: RunConfig) -> Architecture | None:
-    """That of one of our own decoders; None for other models."""
-    find = getattr(config.model, "architecture", None)
-    return None if find is None else find(getattr(config.model, "vocab_size", None) or 1)
-
-
-def _local_rows(config: RunConfig, ranks: int, pp: int) -> tuple[int, int]:
-    """Rows of a step, and those of a micro-batch, on each of the ranks that see different rows."""
-    local = max(1, math.ceil(config.train.global_batch_rows / ranks))
-    micro = config.train.micro_batch_size or max(1, 8192 // config.train.seq_len)
-    if pp > 1 and config.train.micro_batch_size is None:
-        micro = min(micro, max(1, local // (4 * pp)))  # ranks are idle for (pp - 1) / micro-batches of a step
-    return local, min(micro, local)
 
 
 def _due(every: int | None, step: int) -> bool:

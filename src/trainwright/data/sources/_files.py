@@ -315,9 +315,7 @@ class FileSource(SplitSource):
         """Documents of one file, empty ones included."""
 
     def fingerprint(self) -> str:
-        settings = self.model_dump(
-            mode="json", exclude={"path", "validation_path", *self.outside, *self.not_content}
-        )
+        settings = self.model_dump(mode="json", exclude={"path", "validation_path", *self.outside, *self.not_content})
         held_out = stat_files(self.files("validation")) if self._has_validation() else None
         return hash_json(settings, stat_files(self.files()), held_out)
 

@@ -17,7 +17,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from pydantic import Field, PositiveInt
@@ -82,6 +82,8 @@ class SparsePlanner:
 
 class SparseAttend:
     """In place of models.attention.attention in a sparse layer; takes plans of SparsePlanner and of a cache."""
+
+    transform = "s2_attention"
 
     def __init__(self, pattern: Pattern):
         self.pattern = pattern
@@ -149,10 +151,11 @@ def sparse_flops_per_token(model: Decoder, dense: Callable[[int], float], patter
     "s2_attention",
     paper="arXiv:2407.17678",
     seed_id="B006",
-    conflicts={"context": "it spreads the tokens of dense attention; leave one of the two out"},
 )
 class S2AttentionConfig(MethodConfig):
     """Attention over local blocks and every stride-th one, other ones in each head, so that heads cover the context."""
+
+    swaps_attention: ClassVar[bool] = True  # parallel.cp spreads dense attention alone
 
     block_size: PositiveInt = Field(64, description="Tokens of a block: a power of two, at least 16.")
     local_blocks: int = Field(16, description="Newest blocks that every head sees, its own included.")

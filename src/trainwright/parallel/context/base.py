@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from trainwright.core.batch import Batch
 from trainwright.core.registry import MethodConfig
@@ -15,11 +17,33 @@ if TYPE_CHECKING:
     from trainwright.parallel.mesh import Mesh
 
 
+class SummedOverRanks(torch.autograd.Function):
+    """The sum over the ranks of ``group``, whole on each; so is its gradient, as each has a loss of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _summed(grad, ctx.group), None
+
+
+def _summed(x: Tensor, group: Any) -> Tensor:
+    x = x.contiguous().clone()
+    dist.all_reduce(x, group=group)
+    return x
+
+
 class ContextParallel(ABC):
     """A strategy on this rank. The model calls ``plan`` once per forward pass and window, and ``attend`` in each layer.
 
     Nothing is kept between calls, so several micro-batches may be under way and a layer may be computed twice.
     """
+
+    # Micro-batch i of each rank is a part of one micro-batch; else ranks have micro-batches of their own.
+    together: ClassVar[bool] = True
 
     @abstractmethod
     def shard(self, batch: Batch) -> Batch:
@@ -41,6 +65,10 @@ class ContextParallel(ABC):
         rows that all ranks of the group have. A strategy may group rows otherwise; every rank of the run has to get as
         many micro-batches."""
         return [self.shard(micro) for micro in batch.split(rows)]
+
+    def saving(self, micro: Batch, module: nn.Module) -> AbstractContextManager[None]:
+        """Around the forward pass of ``micro``, one of :meth:`micro_batches`: where its saved activations go."""
+        return nullcontext()
 
 
 class ContextConfig(MethodConfig):

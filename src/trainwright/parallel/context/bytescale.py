@@ -10,19 +10,25 @@ A document that is shared is the same micro-batch, by number, of all its ranks; 
 in each micro-batch finds all ranks in the same one. Every rank gets as many micro-batches as the longest list has; what
 fills up is one token of weight 0.
 
+With ``offload`` a document longer than C has a share of its activations in host memory between its forward and its
+backward pass (sppo/offload.py), as much as is copied while its layers are computed, and lies on fewer ranks.
+
 Where we differ from the paper (arXiv:2502.21231): keys go straight to the ranks that need them, 3/4 of what a ring
 sends, in place of a ring; every rank of the pool reads all rows of a step and keeps its documents.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, Self, cast
 
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainwright.core.batch import Batch
@@ -31,14 +37,26 @@ from trainwright.core.errors import ConfigError
 from trainwright.core.registry import register
 from trainwright.parallel.context.base import ContextConfig, ContextParallel
 from trainwright.parallel.context.flashcp import check_limits, one_shape
-from trainwright.parallel.context.pieces import PADDING, Document, PieceContext, document_lengths, encode, taken
+from trainwright.parallel.context.pieces import (
+    PADDING,
+    Document,
+    PieceContext,
+    decode,
+    document_lengths,
+    encode,
+    taken,
+)
 from trainwright.parallel.mesh import Mesh
-from trainwright.planning.bytescale import Cost, MicroBatch, Plan, make_plan
+from trainwright.parallel.sppo.offload import Ledger, Offload
+from trainwright.planning.bytescale import Cost, MicroBatch, Plan, make_plan, offload_ratio, ranks_needed
 
 
 class ByteScale(PieceContext):
     """``capacity``: tokens of a micro-batch on a rank; None: what each of the ranks would have of the rows of a
-    micro-batch. ``group``, ``keep``: see :class:`PieceContext`."""
+    micro-batch. ``offload``: the share of the activations of a document of so many tokens that goes to host memory,
+    where it is longer than ``capacity``; None: nothing does. ``group``, ``keep``: see :class:`PieceContext`."""
+
+    together: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -46,13 +64,38 @@ class ByteScale(PieceContext):
         capacity: int | None = None,
         cost: Cost | None = None,
         keep: bool = True,
+        offload: Callable[[int], float] | None = None,
     ):
         super().__init__(group, keep)
-        self.capacity, self.cost = capacity, cost or Cost()
+        if offload is not None and capacity is None:
+            raise ValueError("offload goes by a capacity; give one")
+        self.capacity, self.cost, self.offload = capacity, cost or Cost(), offload
+        self.ledger: Ledger | None = None  # of the newest micro-batch that was offloaded
+        self._stream: Any = None
 
     def plan_step(self, lengths: Sequence[int], capacity: int) -> Plan:
         """Of all documents of a step."""
-        return make_plan(lengths, self.size, capacity, cost=self.cost)
+        ratio = None if self.offload is None else functools.partial(self._ratio, capacity)
+        return make_plan(lengths, self.size, capacity, cost=self.cost, ratio=ratio)
+
+    def _ratio(self, capacity: int, length: int) -> float:
+        return 0.0 if self.offload is None or length <= capacity else self.offload(length)
+
+    def saving(self, micro: Batch, module: nn.Module) -> AbstractContextManager[None]:
+        """Offloads a share of what the layers of a document longer than ``capacity`` save."""
+        if self.offload is None or self.capacity is None or not torch.is_grad_enabled():
+            return nullcontext()
+        codes = [c for c in torch.unique(micro.doc_ids).tolist() if c != PADDING]
+        ratio = max((self._ratio(self.capacity, decode(c).length) for c in codes), default=0.0)
+        if not ratio:
+            return nullcontext()
+        device = micro.tokens.device
+        if device.type == "cuda" and self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        moved = Offload([ratio], device, self._stream)
+        moved.leave(module.buffers())
+        self.ledger = moved.ledger
+        return moved.saving(0)
 
     def micro_batches(self, batch: Batch, rows: int) -> list[Batch]:
         """One ``[1, T']`` of this rank for each step of the plan, and as many on all ranks of the run; longer ones than
@@ -80,7 +123,8 @@ class ByteScale(PieceContext):
                     value="bytescale",
                 )
         lengths = list(itertools.chain.from_iterable(document_lengths(batch.doc_ids)))
-        if max(lengths, default=0) > capacity * self.size:
+        longest = max(lengths, default=0)
+        if ranks_needed(longest, capacity, self._ratio(capacity, longest)) > self.size:
             raise ConfigError(
                 f"holds {capacity * self.size} tokens on the {self.size} ranks together, and a document has "
                 f"{max(lengths)}; use at least {math.ceil(max(lengths) / self.size)}",
@@ -113,6 +157,17 @@ class ByteScale(PieceContext):
         return taken(batch, *filled)
 
 
+class OffloadSection(BaseModel):
+    """What decides which share of a long document's activations goes to host memory: as much as is copied while its
+    layer is computed, r = min(1, seconds of a layer x bandwidth / bytes)."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    gb_per_s: PositiveFloat = Field(description="10^9 bytes a second from a rank to its host's memory, as measured.")
+    bytes_per_token: PositiveFloat = Field(description="Bytes that one layer saves of a token for the backward pass.")
+    layers: PositiveInt = Field(description="Layers that pair and token are the seconds of.")
+
+
 @register("context", "bytescale", paper="arXiv:2502.21231", seed_id="B008")
 class ByteScaleConfig(ContextConfig):
     """Each document gets just the ranks that it needs; ranks do micro-batches of their own until the step ends."""
@@ -128,15 +183,37 @@ class ByteScaleConfig(ContextConfig):
     )
     token: NonNegativeFloat = Field(1.8396e-4, description="Seconds of a token.")
     micro_batch: NonNegativeFloat = Field(0.0, description="Seconds of a micro-batch, whatever is in it.")
+    offload: OffloadSection | None = Field(
+        None,
+        description="Offload activations of documents longer than capacity, which then need fewer ranks; null: none.",
+    )
     keep_keys: bool = Field(
         True,
         description="Keep received keys and values for the backward pass; false sends them again: less memory, half as "
         "many bytes more.",
     )
 
+    @model_validator(mode="after")
+    def _has_capacity(self) -> Self:
+        if self.offload is not None and self.capacity is None:
+            raise ConfigError("goes by a capacity; give one", key="offload")
+        return self
+
+    def ratio(self, length: int) -> float:
+        """Of a document of ``length`` tokens; see :class:`OffloadSection`."""
+        given = self.offload
+        if given is None or (self.capacity or 0) >= length:
+            return 0.0
+        return offload_ratio(
+            length,
+            given.bytes_per_token,
+            given.gb_per_s * 1e9,
+            lambda s: (self.pair * s * s + self.token * s) / given.layers,
+        )
+
     def check(self, cp: int, n_heads: int, n_kv_heads: int, seq_len: int) -> None:
         check_limits(cp, seq_len)
-        if self.capacity is not None and self.capacity * cp < seq_len:
+        if self.capacity is not None and ranks_needed(seq_len, self.capacity, self.ratio(seq_len)) > cp:
             raise ConfigError(
                 f"holds {self.capacity * cp} tokens on {cp} ranks, and a document may have train.seq_len={seq_len}; "
                 f"use at least {math.ceil(seq_len / cp)}",
@@ -144,8 +221,12 @@ class ByteScaleConfig(ContextConfig):
                 value=self.capacity,
             )
 
+    def over(self, group: object) -> ByteScale:
+        """Over the ranks of ``group``; None: one process."""
+        cost = Cost(self.pair, self.token, self.micro_batch)
+        offload = None if self.offload is None else self.ratio
+        return ByteScale(group, self.capacity, cost, keep=self.keep_keys, offload=offload)
+
     def build(self, mesh: Mesh, n_heads: int) -> ContextParallel:
         one_shape(mesh)
-        over = cast(DeviceMesh, mesh.submesh("cp"))
-        cost = Cost(self.pair, self.token, self.micro_batch)
-        return ByteScale(over.get_group(), self.capacity, cost, keep=self.keep_keys)
+        return self.over(cast(DeviceMesh, mesh.submesh("cp")).get_group())

@@ -127,10 +127,13 @@ class FlashCPConfig(ContextConfig):
             lengths, ranks, imbalance=self.imbalance, slack=self.slack, min_chunk=self.min_chunk, costs=costs
         )
 
+    def over(self, group: object) -> FlashCP:
+        """Over the ranks of ``group``; None: one process."""
+        return FlashCP(group, self.planner, self.keep_keys)
+
     def build(self, mesh: Mesh, n_heads: int) -> ContextParallel:
         one_shape(mesh)
-        over = cast(DeviceMesh, mesh.submesh("cp"))
-        return FlashCP(over.get_group(), self.planner, self.keep_keys)
+        return self.over(cast(DeviceMesh, mesh.submesh("cp")).get_group())
 
 
 def check_limits(cp: int, seq_len: int) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -122,6 +122,8 @@ class FlexSPContext(ContextParallel):
     The planner's cap counts when it is given; else a rank takes as many tokens as an even cut of the rows leaves it.
     """
 
+    together: ClassVar[bool] = False
+
     def __init__(self, groups: dict[int, Any], rank: int, size: int, settings: FlexSPConfig, n_heads: int):
         self.groups, self.rank, self.size, self.settings, self.heads = groups, rank, size, settings, n_heads
         self.degrees = settings.degrees(size, n_heads)
@@ -130,7 +132,8 @@ class FlexSPContext(ContextParallel):
 
     # -- plans --
 
-    def _planner(self, batch: Batch, rows: int) -> FlexSPPlanner:
+    def planner_of(self, batch: Batch, rows: int) -> FlexSPPlanner:
+        """For a step of ``batch`` in micro-batches of ``rows`` rows."""
         length, largest = batch.tokens.shape[1], self.degrees[-1]
         cap = self.settings.tokens_per_rank
         if cap is None:
@@ -142,7 +145,7 @@ class FlexSPContext(ContextParallel):
         if self.rank:
             return
         if self.ahead is None:
-            self.ahead = PlanAhead(self._planner(batch, rows))
+            self.ahead = PlanAhead(self.planner_of(batch, rows))
         self.ahead.submit([s.stop - s.start for s in documents(batch)])
 
     def _plan(self, batch: Batch, rows: int, lengths: list[int]) -> Plan:
@@ -150,7 +153,7 @@ class FlexSPContext(ContextParallel):
         found: list[Any] = [None]
         if self.rank == 0:
             try:
-                planner = self._planner(batch, rows)
+                planner = self.planner_of(batch, rows)
                 if self.ahead is not None and self.ahead.planner == planner:
                     found = [self.ahead.result(lengths)]
                 else:

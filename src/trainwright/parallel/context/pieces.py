@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -295,6 +295,11 @@ class PieceContext(ContextParallel):
         self.rank = 0 if self.exchange is None else self.exchange.rank
         self.size = 1 if self.exchange is None else self.exchange.size
         self.keep = keep
+
+    def as_rank(self, rank: int, size: int) -> Self:
+        """Makes the shards and plans of ``rank`` of ``size`` without a group, for whoever counts what they send."""
+        self.rank, self.size = rank, size
+        return self
 
     def plan(self, doc_ids: Tensor | None, batch: int, length: int, window: int, device: torch.device) -> PiecePlan:
         """Needs the values of ``doc_ids`` on the host: on a GPU this waits for them, once a forward pass and window."""

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from trainwright.core.errors import ConfigError
 from trainwright.models.base import LanguageModel
@@ -18,9 +19,18 @@ from trainwright.parallel.pipeline.stage import Stage, StageModel
 
 
 def apply_pipeline(
-    model: LanguageModel, mesh: Mesh, config: ParallelConfig, precision: Any, device: torch.device
+    model: LanguageModel,
+    mesh: Mesh,
+    config: ParallelConfig,
+    precision: Any,
+    device: torch.device,
+    experts_over: DeviceMesh | None = None,
+    chunks: Any = None,
 ) -> Pipeline:
     """This rank's stages of ``model``, a decoder cut already by what cuts layers; the rest of it is let go.
+
+    experts_over  the ranks that hold the same experts, where these are spread
+    chunks        what rows go by chunk by chunk (parallel/sppo/rows.py), where they do
 
     Raises ConfigError for other models, and where a rank would have nothing to train.
     """
@@ -39,12 +49,16 @@ def apply_pipeline(
     dtype = model.embed.weight.dtype
     if mesh.dp_size * mesh.degrees.cp > 1:
         for stage in stages.values():
-            _spread_data(stage, mesh, precision)
+            _spread_data(stage, mesh, precision, experts_over)
         dtype = precision.fsdp_param_dtype or dtype
     for stage in stages.values():
         stage.to(device)
         stage.dtype = dtype
     group = cast(dist.ProcessGroup, mesh.group("pp"))
+    if chunks is not None:
+        from trainwright.parallel.sppo.pipeline import SppoPipeline
+
+        return SppoPipeline(model_, stages, section, layout, group, device, chunks)
     return Pipeline(model_, stages, section, layout, group, device)
 
 
@@ -77,7 +91,7 @@ def cut_stages(
     return StageModel(model, list(stages.values())), stages, idle
 
 
-def _spread_data(stage: Stage, mesh: Mesh, precision: Any) -> None:
+def _spread_data(stage: Stage, mesh: Mesh, precision: Any, experts_over: DeviceMesh | None) -> None:
     """FSDP2 (or its machinery, where each rank has the whole stage) over the ranks that see other tokens.
 
     What is gathered stays so for all micro-batches of a step, and gradients are reduced once, at its end: gathering
@@ -91,7 +105,7 @@ def _spread_data(stage: Stage, mesh: Mesh, precision: Any) -> None:
     inner = MixedPrecisionPolicy(**dtypes)
     outer = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)  # balancing losses stay float32
     blocks = list(stage.blocks.values())
-    if mesh.degrees.dp_shard == 1:
+    if mesh.degrees.dp_shard == 1 and experts_over is None:
         from torch.distributed._composable.replicate_with_fsdp import replicate
 
         for block in blocks:
@@ -99,5 +113,10 @@ def _spread_data(stage: Stage, mesh: Mesh, precision: Any) -> None:
         replicate(stage, mesh=over, mp_policy=outer)
         return
     for block in blocks:
+        if experts_over is not None:
+            from trainwright.parallel.expert import fully_shard_experts
+
+            settings = {"mp_policy": inner, "reshard_after_forward": False}
+            fully_shard_experts(block, experts_over, cast(DeviceMesh, over), mesh.degrees.ep, **settings)
         fully_shard(block, mesh=over, mp_policy=inner, reshard_after_forward=False)
     fully_shard(stage, mesh=over, mp_policy=outer, reshard_after_forward=False)

@@ -6,7 +6,10 @@ import math
 from typing import Any
 
 from trainwright.core.errors import ConfigError
+from trainwright.models.architecture import Architecture
 from trainwright.parallel.config import Degrees, PipelineSection
+from trainwright.parallel.pipeline.fill import exits_by_stage, fill_plan
+from trainwright.parallel.pipeline.layout import stage_layers
 
 # Optimizers that compare parameters with each other, of which a stage sees only its own.
 _COMPARING = {"llr": "spreads rates over the layers by comparing them all"}
@@ -50,9 +53,8 @@ def check_recipe(degrees: Degrees, config: Any, rows: int, micro_batch_size: int
     """
     section: PipelineSection = config.parallel.pipeline
     check_schedule(section, degrees.pp)
-    check_micro_batches(section, degrees.pp, math.ceil(rows / micro_batch_size))
-    if degrees.ep > 1:
-        raise ConfigError("does not go with ep in this release; set ep=1", key="parallel.pp", value=degrees.pp)
+    if getattr(config.parallel, "context", None) is None or config.parallel.context.name != "sppo":
+        check_micro_batches(section, degrees.pp, math.ceil(rows / micro_batch_size))
     if config.data.batcher.regroups:
         raise ConfigError(
             "makes micro-batches of different shapes, and a pipeline passes on one shape; use another batcher",
@@ -78,3 +80,64 @@ def check_recipe(degrees: Degrees, config: Any, rows: int, micro_batch_size: int
                 value=spec.name,
             )
         spec = getattr(spec, "inner", None)
+
+
+def check_early_exits(
+    degrees: Degrees, config: Any, arch: Architecture | None, rows: int, micro_batch_size: int
+) -> None:
+    """Raises ConfigError where a recipe's early exits, if it has some, do not go with its model or the degrees."""
+    section: PipelineSection = config.parallel.pipeline
+    fills = section.fill_warmup + section.fill_cooldown > 0 and degrees.pp > 1
+    spec = next((t for t in getattr(config, "transforms", ()) if t.name == "early_exit"), None)
+    if spec is None:
+        if fills:
+            raise ConfigError(
+                "fills bubbles with the work of early exits, and there are none; add transforms: [{name: early_exit, "
+                "after: [...]}], or set fill_warmup and fill_cooldown to 0",
+                key="parallel.pipeline",
+            )
+        return
+    if arch is None:
+        raise ConfigError(
+            "transforms.early_exit is for our own decoder; load the weights with model: {name: pretrained}"
+        )
+    settings = spec.settings(arch.n_layers)
+    if degrees.tp > 1:
+        raise ConfigError(
+            "cuts the layers that early exits stand between, and does not know these; set 1, or use pp or dp_shard",
+            key="parallel.tp",
+            value=degrees.tp,
+        )
+    if degrees.pp == 1:
+        return
+    if section.schedule not in ("1f1b", "gpipe") or (fills and section.schedule != "1f1b"):
+        raise ConfigError(
+            f"{'has no bubbles to fill in' if fills else 'does not go with early exits'}: their losses are timed for "
+            "one stage a rank; use 1f1b",
+            key="parallel.pipeline.schedule",
+            value=section.schedule,
+        )
+    count = math.ceil(rows / micro_batch_size)
+    exits = exits_by_stage(settings.positions, stage_layers(arch.n_layers, degrees.pp, section.layers))
+    if section.schedule == "1f1b" and count <= degrees.pp:
+        raise ConfigError(
+            f"makes {count} micro-batches a step, and 1f1b with early exits needs more than its {degrees.pp} stages; "
+            "lower it, raise train.global_batch_tokens, or use schedule=gpipe",
+            key="train.micro_batch_size",
+        )
+    if fills:
+        plan = fill_plan(count, section.backward_ratio, section.fill_warmup, section.fill_cooldown, exits)
+        if plan.full < 1 or plan.stream < degrees.pp:
+            raise ConfigError(
+                f"makes {count} micro-batches a step, of which {count - plan.full} fill bubbles: "
+                f"too few are left for {degrees.pp} stages; lower it, or fill_warmup and fill_cooldown",
+                key="train.micro_batch_size",
+            )
+    idle = next((r for r, n in enumerate(exits) if not n), None)
+    if settings.frozen and idle is not None:
+        raise ConfigError(
+            f"stage {idle} of {degrees.pp} has no exit, and freeze leaves it without a trainable parameter; name a "
+            "layer of each stage in transforms.early_exit.after, change parallel.pipeline.layers, or use dp_shard",
+            key="parallel.pp",
+            value=degrees.pp,
+        )

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
-    PipelineStage,
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
@@ -21,10 +20,21 @@ from torch.distributed.pipelining import (
 )
 
 from trainwright.core.batch import Batch
+from trainwright.core.distributed import all_reduce_sum, local_tensor
 from trainwright.core.divided import Division
 from trainwright.core.errors import TrainwrightError
 from trainwright.objectives.base import Loss, Objective
 from trainwright.parallel.config import PipelineSection
+from trainwright.parallel.pipeline.early_exit import ExitStage, FilledSchedule, TiedStages
+from trainwright.parallel.pipeline.fill import (
+    FillPlan,
+    Normalisation,
+    exits_by_stage,
+    fill_plan,
+    normalisation,
+    unembedding_stages,
+)
+from trainwright.parallel.pipeline.layout import stage_layers
 from trainwright.parallel.pipeline.legal import check_micro_batches
 from trainwright.parallel.pipeline.stage import Stage, StageModel, Work
 from trainwright.parallel.pipeline.tied import TiedHead
@@ -35,13 +45,6 @@ SCHEDULES = {
     "interleaved": ScheduleInterleaved1F1B,
     "zero_bubble": ScheduleZBVZeroBubble,
 }
-
-
-class _NumberedStage(PipelineStage):
-    """Tells its module which micro-batch it is at."""
-
-    def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, *more: Any, **named: Any) -> Any:
-        return super().forward_one_chunk(fwd_chunk_id, args, {"index": fwd_chunk_id}, *more, **named)
 
 
 class Pipeline:
@@ -66,31 +69,49 @@ class Pipeline:
         self.rank, self.pp = dist.get_rank(group), dist.get_world_size(group)
         self.last = layout[-1]  # the rank that has the loss
         first_stage, last_stage = stages.get(0), stages.get(len(layout) - 1)
-        self._tied: TiedHead | None = None
+        self._tied: TiedHead | TiedStages | None = None
         elsewhere: frozenset[int] = frozenset()
         if model.arch.tie_embeddings:
             head = None if last_stage is None else last_stage.head if last_stage.own_head else last_stage.embed
             self._tied = TiedHead(first_stage.embed if first_stage else None, head, (layout[0], self.last), group)
             if first_stage is None and last_stage is not None and last_stage.embed is not None:
                 elsewhere = frozenset([id(last_stage.embed.weight)])
+        self._fills, settings = False, model.exit_settings
+        if settings is not None:
+            layers = stage_layers(model.arch.n_layers, len(layout), section.layers)
+            self._exits = exits_by_stage(settings.positions, layers)
+            self._fills = section.fill_warmup + section.fill_cooldown > 0
+            holders = unembedding_stages(settings, self._exits, model.arch.tie_embeddings)
+            if len(holders) > 1 and settings.tied:  # of single stages, whose numbers are the ranks
+                shared: Any = None
+                if self.rank in holders:
+                    shared = model.embed if model.arch.tie_embeddings else model.head
+                self._tied = TiedStages(shared, holders, group)
+                elsewhere = frozenset([id(shared.weight)] if shared is not None and self.rank != holders[0] else [])
         self.division = Division(group, elsewhere)
         self._schedule: tuple[Any, Any] | None = None  # its key, and it: buffers are kept from step to step
 
     # -- a training step ----------------------------------------------------------------------------------------
 
     def step(
-        self, objective: Objective, micro_batches: list[Batch], inverse: Tensor, precision: Any
+        self, objective: Objective, micro_batches: list[Batch], inverse: Tensor, precision: Any, copies: int = 1
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Forward and backward of micro-batches of one shape, their loss times ``inverse``. A collective.
 
-        Returns the sum of the losses and of their metrics: float64 scalars, on ranks other than the last stage's 0.
+        copies  ranks that hold the same loss weights
+        Returns the sum of the losses and of their metrics: float64 scalars, on ranks other than the last stage's 0 but
+        for the early exits there.
         """
         if self._tied is not None:
             self._tied.refresh()
         work = self._work(objective, micro_batches, precision)
         schedule = self._build(micro_batches, inverse)
         numbers = torch.arange(len(micro_batches))
-        self._inverse = inverse
+        factors = self._fill(schedule, work, copies) if self._fills else None
+        self._inverse = inverse if factors is None else inverse * factors.losses
+        work.exit_scales = [inverse] * len(micro_batches)
+        if factors is not None:
+            work.exit_scales = self._scales(schedule.plan, factors, inverse)
         try:
             schedule.step(target=numbers, return_outputs=False)
         except RuntimeError as error:
@@ -98,12 +119,21 @@ class Pipeline:
         finally:
             for stage in self.stages.values():
                 stage.work = None
+                stage.taken.clear()
+        if factors is not None:
+            self._scale_gradients(factors.gradients)
         if self._tied is not None:
             self._tied.sum_gradients()
         losses = [work.losses[i] for i in sorted(work.losses)]
         total, metrics = _summed(losses, self.device)
+        early, figures = _summed(work.exit_losses, self.device)
+        if factors is not None:
+            total, metrics = total * factors.finals, {n: v * factors.finals for n, v in metrics.items()}
+            early, figures = early * factors.seen, {n: v * factors.seen for n, v in figures.items()}
+        total, metrics = total + early, metrics | figures
         # All ranks have to know the names: the figures are added up over all of them.
-        names: list[Any] = [list(metrics)]
+        settings = self.model.exit_settings
+        names: list[Any] = [[*metrics, *(n for n in (settings.names() if settings else []) if n not in metrics)]]
         dist.broadcast_object_list(names, group_src=self.last, group=self.group, device=torch.device("cpu"))
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         return total, {name: metrics.get(name, zero) for name in names[0]}
@@ -119,7 +149,7 @@ class Pipeline:
         for number, stage in self.stages.items():
             stream = stage.stream(rows, length, grad=True)
             built.append(
-                _NumberedStage(
+                ExitStage(
                     stage,
                     number,
                     len(self.layout),
@@ -129,14 +159,40 @@ class Pipeline:
                     group=self.group,
                 )
             )
-        kind = cast(Any, SCHEDULES[self.section.schedule])
+        kind = cast(Any, FilledSchedule if self._fills else SCHEDULES[self.section.schedule])
         single = self.section.schedule in ("gpipe", "1f1b")
         schedule = kind(built[0] if single else built, len(micro_batches), loss_fn=self._loss, scale_grads=False)
+        if self._fills:
+            schedule.plan = self._plan(len(micro_batches))
         self._schedule = (key, schedule)
         return schedule
 
     def _loss(self, total: Tensor, number: Tensor) -> Tensor:
-        return total * self._inverse
+        return total * self._inverse.to(total.dtype)
+
+    def _fill(self, schedule: Any, work: Work, copies: int) -> Normalisation:
+        """Bubble filling of a step; a collective over all ranks."""
+        plan: FillPlan = schedule.plan
+        weights = all_reduce_sum(torch.stack([micro.weight() for micro in work.micro_batches])) / copies
+        work.shallow = frozenset(plan.stream + i for i, d in enumerate(plan.deepest) if d == self.rank)
+        return normalisation(plan, self.rank, weights)
+
+    def _plan(self, micro_batches: int) -> FillPlan:
+        s = self.section
+        return fill_plan(micro_batches, s.backward_ratio, s.fill_warmup, s.fill_cooldown, self._exits)
+
+    @staticmethod
+    def _scales(plan: FillPlan, factors: Normalisation, inverse: Tensor) -> list[Tensor]:
+        """What multiplies the exits' losses of each micro-batch."""
+        whole, cool = inverse * factors.exits, inverse * factors.losses
+        cooling = [cool] * len(plan.shallowest)
+        return [whole] * plan.full + cooling + [whole] * len(plan.deepest)
+
+    @torch.no_grad()
+    def _scale_gradients(self, factor: Tensor) -> None:
+        for p in self.model.parameters():
+            if p.grad is not None:
+                local_tensor(p.grad).mul_(factor.to(p.grad.dtype))
 
     def _work(self, objective: Objective, micro_batches: list[Batch], precision: Any) -> Work:
         work = Work(objective, micro_batches, precision)
@@ -178,7 +234,9 @@ class Pipeline:
                     if isinstance(module, FSDPModule):
                         module.reshard()  # what is gathered now would miss a change of the weights
         losses = [work.losses[i] for i in sorted(work.losses)]
-        total, metrics = _summed(losses, self.device)
+        total, metrics = _summed([*losses, *work.exit_losses], self.device)
+        if work.exit_losses:
+            metrics.setdefault("nll", torch.zeros_like(total))  # of the last layer's loss, what counts as a model's
         weight = torch.zeros((), dtype=torch.float64, device=self.device)
         for loss in losses:
             weight += loss.weight

@@ -21,8 +21,10 @@ from trainwright.core.errors import ConfigError
 from trainwright.core.params import Role
 from trainwright.models.base import Head, Hidden, LanguageModel
 from trainwright.models.decoder import Decoder, head_logits
+from trainwright.models.early_exit import EarlyExits, Exit
 from trainwright.models.moe import MoE, load_metrics
 from trainwright.objectives.base import Loss, Objective
+from trainwright.parallel.pipeline.early_exit import exit_loss
 
 
 @dataclass
@@ -33,6 +35,9 @@ class Work:
     micro_batches: list[Batch]
     precision: Any
     losses: dict[int, Loss] = field(default_factory=dict)
+    exit_losses: list[Loss] = field(default_factory=list)  # of the early exits here
+    exit_scales: list[Tensor] = field(default_factory=list)  # by micro-batch, what multiplies those for the gradient
+    shallow: frozenset[int] = frozenset()  # micro-batches that go no further than the last exit here
 
 
 class Stage(nn.Module):
@@ -48,10 +53,18 @@ class Stage(nn.Module):
         self.own_head = own_head
         self.moe_layers = [i for i in range(arch.n_layers) if arch.is_moe(i)]
         tied = last and model.head is None
+        # An exit in front of a layer is the one behind the layer before.
+        self.exits: EarlyExits | None = None
+        if model.exits is not None:
+            self.exits = model.exits.subset([*layers, *([arch.n_layers] if last else [])])
+        shares = self.exits is not None and self.exits.settings.tied
+        tied = tied or (shares and model.head is None)
         self.embed = model.embed if first or (tied and not own_head) else None
         self.blocks = nn.ModuleDict({str(i): model.blocks[i] for i in layers})
         self.norm = model.norm if last else None
-        self.head: nn.Module | None = _HeadCopy(model.embed.weight) if own_head else model.head if last else None
+        own = _HeadCopy(model.embed.weight) if own_head else None
+        self.head: nn.Module | None = own or (model.head if last or shares else None)
+        self.taken: dict[int, list[Exit]] = {}  # of micro-batches that are under way
         self.rope, self.plan_attention = model.rope, model.plan_attention
         self.dtype = model.embed.weight.dtype  # of the residual stream between stages
         self.work: Work | None = None
@@ -74,7 +87,9 @@ class Stage(nn.Module):
         assert self.work is not None
         micro = self.work.micro_batches[index]
         with self.work.precision.autocast():
-            x, balance, counts = self._layers(micro, *stream)
+            x, balance, counts = self._layers(micro, *stream, index=index)
+            if index in self.taken and not torch.is_grad_enabled():
+                self.work.exit_losses += [exit_loss(self.work.objective, e, micro)[1] for e in self.taken.pop(index)]
             if not self.last:
                 x = x.to(self.dtype).contiguous()
                 # The schedule detaches in place what it sends: of a stage without experts, not what it received.
@@ -93,7 +108,7 @@ class Stage(nn.Module):
         return loss.sum.clone()
 
     def _layers(
-        self, micro: Batch, x: Tensor | None = None, balance: Any = None, counts: Any = None
+        self, micro: Batch, x: Tensor | None = None, balance: Any = None, counts: Any = None, *, index: int = 0
     ) -> tuple[Tensor, Tensor, Tensor]:
         batch, length = micro.tokens.shape
         device = micro.tokens.device
@@ -105,11 +120,19 @@ class Stage(nn.Module):
             x = self.embed(micro.tokens)
             balance = torch.zeros(1, device=device)
             counts = torch.zeros(len(self.moe_layers), self.arch.n_experts, dtype=torch.int64, device=device)
-        assert x is not None
+        assert x is not None and self.work is not None
+        exits = self.exits
+        if exits is not None:
+            x = x.detach() if exits.settings.frozen else x
+            self.taken[index] = []
+        left = 0 if exits is None else len(exits)
         cos, sin = self.rope(micro.positions, length, device)
         windows = sorted({self.arch.window(i) for i in self.layers})
         plans = {w: self.plan_attention(micro.doc_ids, batch, length, w, device) for w in windows}
         for i in self.layers:
+            left -= self._take(index, i, x)
+            if not left and index in self.work.shallow:
+                return x, balance, counts
             block = self.blocks[str(i)]
             x = block(x, cos, sin, plans[self.arch.window(i)], None)
             if not self.arch.is_moe(i):
@@ -120,7 +143,17 @@ class Stage(nn.Module):
             counts = counts.index_copy(0, row, count.unsqueeze(0).to(counts.dtype))
             if self.arch.balance == "bias" and block.training and torch.is_grad_enabled():
                 _experts(block).count_load(count)
+        if self.last:
+            self._take(index, self.arch.n_layers, x)
         return x, balance, counts
+
+    def _take(self, index: int, position: int, x: Tensor) -> int:
+        """Keep the stream for the exit at ``position``; the number of exits there."""
+        if self.exits is None or not self.exits.has(position):
+            return 0
+        head = self._head() if self.exits.settings.tied else None  # else this stage may have none
+        self.taken[index].append(self.exits.at(position, x, head))
+        return 1
 
     def _head(self) -> Head:
         module: Any = self.embed if self.head is None else self.head
@@ -189,11 +222,15 @@ class StageModel(LanguageModel):
         if embed is not None:
             self.embed = embed
         self.blocks = nn.ModuleDict({key: block for s in stages for key, block in s.blocks.items()})
+        self.exits: EarlyExits | None = None
+        self.exit_settings = None if model.exits is None else model.exits.settings  # of all stages' exits
         for stage in stages:
             if stage.last:
                 self.norm = stage.norm
-                if stage.head is not None and not stage.own_head:
-                    self.head = stage.head
+            if stage.head is not None and not stage.own_head:
+                self.head = stage.head
+            if stage.exits is not None:
+                self.exits = stage.exits
         mine = dict(self.named_parameters())
         self._roles = {name: role for name, role in model.param_roles().items() if name in mine}
 

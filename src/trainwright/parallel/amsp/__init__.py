@@ -1,0 +1,1 @@
+"""AMSP: parameters, gradients and optimizer states sharded over different numbers of ranks."""
