@@ -17,6 +17,7 @@ PARTS = {
     "flashcp": "parallel_flashcp",
     "basp": "parallel_basp",
     "flexsp": "parallel_flexsp",
+    "long": "parallel_long",
     "memory": "parallel_memory",
     "s2": "parallel_s2",
     "sppo": "parallel_sppo",

@@ -74,7 +74,7 @@ class MoE(nn.Module):
         return y.view(shape), *self._balance(scores, experts, counts, shape)
 
     def _balance(self, scores: Tensor, experts: Tensor, counts: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
-        """The balancing loss of ``scores [N, E]``, choices ``experts [N, k]`` and their ``counts [E]``; and the counts of
+        """The balancing loss of ``scores [N, E]``, choices ``experts [N, k]`` and ``counts [E]``; and the counts of
         all tokens of the micro-batch."""
         # Sigmoid scores do not sum to one; the loss compares shares.
         share = scores / scores.sum(dim=-1, keepdim=True) if self.score == "sigmoid" else scores
