@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from trainwright import RunConfig, Trainer
 from trainwright.cli import run
 from trainwright.core.errors import ConfigError, DataError
+from trainwright.data.build import blend as blend_module
 from trainwright.data.build.blend import Blend, temperature_shares, weight_shares
 from trainwright.data.build.composition import read_manifest, verify_shards
 from trainwright.data.build.decontamination import NgramDecontaminate
@@ -181,6 +182,89 @@ def test_a_killed_mix_leaves_nothing_that_looks_whole(sources, tmp_path):
     assert [p.name for p in out.iterdir()] == [".mixing"]
     assert Blend({"a": made("a", 50)}).write(out, {})["documents"] == 50
     assert not (out / ".mixing").exists()
+
+
+def contents(folder):
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("part-*"))}
+
+
+@pytest.mark.parametrize("stage", ["plan", "scatter", "write", "late", "move"])
+def test_a_killed_mix_goes_on(tmp_path, monkeypatch, stage):
+    """By the same call, and to the same bytes; what was done is not done again."""
+    for name, count in (("a", 400), ("b", 100)):
+        write_documents(made(name, count), tmp_path / name)
+    reads = Counter()
+
+    def blend(**more):
+        readers = {n: open_reader(tmp_path / n) for n in "ab"}
+        for name, reader in readers.items():
+            whole = type(reader).__iter__
+
+            class Counted(type(reader)):
+                def __iter__(self, name=name, whole=whole):
+                    reads[name] += 1
+                    return whole(self)
+
+            reader.__class__ = Counted
+        return Blend(readers, weights={"a": 1, "b": 1}, holdout=0.1, repeat=3.0, **more)
+
+    writing = {"shard_bytes": 4000}
+    blend().write(tmp_path / "want", writing)
+    want = contents(tmp_path / "want")
+    once = reads.copy()
+    assert len(want) > 5
+
+    def dies(after):
+        calls = itertools.count()
+
+        def wrap(function):
+            def called(*arguments, **named):
+                if next(calls) == after:
+                    raise KeyboardInterrupt
+                return function(*arguments, **named)
+
+            return called
+
+        return wrap
+
+    place, name, after = {
+        "plan": (blend_module.Blend, "plan", 0),
+        "scatter": (blend_module, "scatter", 0),
+        "write": (blend_module.Writer, "write", 100),
+        "late": (blend_module, "save_statistics", 0),
+        "move": (None, "", 0),
+    }[stage]
+    with monkeypatch.context() as patch:
+        if stage == "move":
+            patch.setattr(blend_module.shutil, "rmtree", dies(2)(blend_module.shutil.rmtree))  # of what was kept
+        else:
+            patch.setattr(place, name, dies(after)(getattr(place, name)))
+        with pytest.raises(KeyboardInterrupt):
+            blend().write(tmp_path / "out", writing)
+    reads.clear()
+    found = blend().write(tmp_path / "out", writing)
+    assert contents(tmp_path / "out") == want and not (tmp_path / "out" / ".mixing").exists()
+    assert found["documents"] == read_manifest(tmp_path / "out" / "train")["total"]["documents"]
+    assert verify_shards(tmp_path / "out" / "train") == []
+    again = {
+        "plan": once,
+        "scatter": once - Counter("ab"),
+        "write": Counter("ab"),
+        "late": Counter("ab"),
+        "move": Counter(),
+    }
+    assert reads == again[stage]
+
+
+def test_a_mix_of_other_settings_begins_anew(tmp_path, monkeypatch):
+    write_documents(made("a", 400), tmp_path / "a")
+    with monkeypatch.context() as patch:
+        patch.setattr(blend_module, "save_statistics", None)
+        with pytest.raises(TypeError):
+            Blend({"a": open_reader(tmp_path / "a")}).write(tmp_path / "out", {})
+    Blend({"a": open_reader(tmp_path / "a")}, seed=1).write(tmp_path / "out", {})
+    Blend({"a": open_reader(tmp_path / "a")}, seed=1).write(tmp_path / "want", {})
+    assert contents(tmp_path / "out") == contents(tmp_path / "want")
 
 
 def test_short_held_out_texts():

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import pickle
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,8 +25,10 @@ from trainwright.core.errors import ConfigError, DataError, nearest
 from trainwright.data.build.composition import write_manifest
 from trainwright.data.build.decontamination import NgramDecontaminate
 from trainwright.data.build.documents import Document
-from trainwright.data.build.mixing import Share, is_held_out, mix, plan_mixture, shuffle
+from trainwright.data.build.mixing import Share, gather, is_held_out, mix, plan_mixture, scatter, shuffle
+from trainwright.data.build.operator_hashes import hash_values, operator_hashes
 from trainwright.data.build.pipeline import Progress, Watcher, save_statistics
+from trainwright.data.build.resume import lock, write_whole
 from trainwright.data.build.statistics import Drop, Statistics
 from trainwright.data.build.writers import Writer
 
@@ -113,6 +117,7 @@ class Blend:
         self.total, self.repeat, self.holdout, self.seed, self.shuffle = total, repeat, holdout, seed, shuffle
         self.unit, self.size = unit, _size(unit, tokenizer)
         self.work_dir = work_dir
+        self._counts = None if tokenizer is None else str(tokenizer)
         self.statistics = Statistics("read")
         self.held = Statistics("hold_out")
         self.clean = NgramDecontaminate(contaminants, ngram) if contaminants else None
@@ -170,37 +175,80 @@ class Blend:
                 )  # fmt: skip
         return shares
 
-    def documents(self, shares: Mapping[str, Share]) -> Iterator[Document]:
-        """The mixed documents in their order."""
+    def documents(self, shares: dict[str, Share], kept: _Kept | None = None) -> Iterator[Document]:
+        """The mixed documents in their order; ``shares`` then hold what each gave."""
         mixed = mix({n: _Again(self, n) for n in shares}, shares, self.size)
-        return shuffle(mixed, self.seed, self.work_dir) if self.shuffle else mixed
+        if not self.shuffle:
+            return mixed
+        if kept is None:
+            return shuffle(mixed, self.seed, self.work_dir)
+
+        def spread() -> dict[str, Share]:
+            shutil.rmtree(kept.buckets, ignore_errors=True)
+            kept.buckets.mkdir()
+            scatter(mixed, kept.buckets, self.seed)
+            return shares
+
+        shares.update(kept.once("mixed", spread))
+        return gather(kept.buckets, self.seed)
 
     def write(self, out: Path, writing: Mapping[str, Any], watch: Watcher | None = None) -> dict[str, Any]:
         """The corpus with its manifest; with a held-out part in folders ``train`` and ``validation``.
 
-        It is written into a hidden folder first, so that ``out`` never holds a part of it.
+        It is written into a hidden folder first, so that ``out`` never holds a part of it. A call that was killed goes
+        on by the same call: what was counted, mixed and written whole is not done again, where the sources are readers
+        whose files have not changed, and nothing else has.
         """
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-            there = [p.name for p in out.iterdir() if p.name != ".mixing"]
-        except OSError as error:
-            raise DataError(f"{out}: cannot be written ({error.strerror or error})") from None
-        if there:
-            raise DataError(f"{out} is not empty ({sorted(there)[0]}, ...); name another folder, or empty it")
         draft = out / ".mixing"
-        shutil.rmtree(draft, ignore_errors=True)
+        held = lock(draft)
+        try:
+            kept = _Kept(draft, self._key(writing))
+            there = [p.name for p in out.iterdir() if p != draft]
+            if there and not kept.has("whole"):
+                if not kept.begun():
+                    shutil.rmtree(draft)
+                raise DataError(f"{out} is not empty ({sorted(there)[0]}, ...); name another folder, or empty it")
+            corpus = draft / "corpus"
+            found: dict[str, Any] = kept.once("whole", lambda: self._write(corpus, kept, writing, watch))
+            for path in sorted(corpus.iterdir()):
+                path.replace(out / path.name)
+            shutil.rmtree(draft)
+        finally:
+            os.close(held)
+        return found
+
+    def _key(self, writing: Mapping[str, Any]) -> str | None:
+        """What has to be the same for a call to go on; None: that cannot be told."""
+        settings = {
+            k: v
+            for k, v in vars(self).items()
+            if k not in ("sources", "statistics", "held", "clean", "size", "work_dir")
+        }
+        try:
+            sources = [(name, operator_hashes(source, [])) for name, source in self.sources.items()]
+        except ConfigError:
+            return None
+        clean = None if self.clean is None else operator_hashes(None, [self.clean], "")
+        return hash_values(sources, settings, clean, {k: str(v) for k, v in writing.items()}, self._counts)
+
+    def _write(self, corpus: Path, kept: _Kept, writing: Mapping[str, Any], watch: Watcher | None) -> dict[str, Any]:
         started = time.monotonic()
         progress = Progress()
         sources: dict[str, dict[str, int]] = {}
-        shares = self.plan()
+        shares, self.statistics, self.held, dropped = kept.once("plan", self._planned)
+        if self.clean is not None:
+            self.clean.statistics = dropped
         progress.read = self.statistics.documents_in
-        train = draft / "train" if self.holdout else draft
-        about: dict[str, Any] = {}
+        train = corpus / "train" if self.holdout else corpus
         told = started
-        files = []
-        with Writer(train, **writing) as writer:
-            for document in self.documents(shares):
-                writer.write(document)
+        writer = Writer(train, **writing)
+        written = writer.go_on(kept.shards())
+        kept.clear(writer, train)
+        writer.on_shard = lambda: kept.save("shards", writer.compositions)
+        with writer:
+            for document in self.documents(shares, kept):
+                if progress.written >= written:
+                    writer.write(document)
                 progress.written += 1
                 progress.characters += len(document.text)
                 row = sources.setdefault(document.source, {"documents": 0, "characters": 0})
@@ -209,16 +257,16 @@ class Blend:
                 if watch is not None and (now := time.monotonic()) - told >= 1.0:
                     told, progress.seconds = now, now - started
                     watch(progress)
-        files += writer.files
         held_out = 0
         if self.holdout:
-            with Writer(draft / "validation", **writing) as other:
+            shutil.rmtree(corpus / "validation", ignore_errors=True)
+            with Writer(corpus / "validation", **writing) as other:
                 for name in self.sources:
                     for document in self._pass(name, counting=False, held_out=True):
                         other.write(document)
                         held_out += 1
-            write_manifest(draft / "validation", other.compositions, settings={"held_out_of": list(self.sources)})
-        about = {
+            write_manifest(corpus / "validation", other.compositions, settings={"held_out_of": list(self.sources)})
+        about: dict[str, Any] = {
             "unit": self.unit,
             "total": sum(s.given for s in shares.values()),
             "temperature": self.temperature,
@@ -243,13 +291,56 @@ class Blend:
             "mixture": about,
             "sources": dict(sorted(sources.items())),
             "stages": [s.to_json() for s in stages],
-            "files": files,
+            "files": writer.files,
         }
-        save_statistics(found, draft)
-        for path in sorted(draft.iterdir()):
-            path.replace(out / path.name)
-        draft.rmdir()
+        save_statistics(found, corpus)
         return found
+
+    def _planned(self) -> tuple[dict[str, Share], Statistics, Statistics, Statistics | None]:
+        shares = self.plan()
+        return shares, self.statistics, self.held, None if self.clean is None else self.clean.statistics
+
+
+class _Kept:
+    """What a mix that is not whole has done already, under the hidden folder that it is written into."""
+
+    def __init__(self, draft: Path, key: str | None):
+        self.folder = draft / "kept"
+        self.buckets = self.folder / "buckets"
+        about = self.folder / "key"
+        if key is None or not about.exists() or about.read_text() != key:
+            for path in draft.iterdir():
+                if path.name != "lock":
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            self.folder.mkdir()
+            if key is not None:
+                write_whole(about, lambda file: file.write(key.encode()))
+
+    def begun(self) -> bool:
+        return self.has("plan")
+
+    def has(self, name: str) -> bool:
+        return (self.folder / name).exists()
+
+    def save(self, name: str, value: Any) -> None:
+        write_whole(self.folder / name, lambda file: pickle.dump(value, file, protocol=5))
+
+    def once(self, name: str, work: Callable[[], Any]) -> Any:
+        """What ``work`` gives, or gave."""
+        if not self.has(name):
+            self.save(name, work())
+        return pickle.loads((self.folder / name).read_bytes())
+
+    def shards(self) -> list[dict[str, Any]]:
+        return pickle.loads((self.folder / "shards").read_bytes()) if self.has("shards") else []
+
+    def clear(self, writer: Writer, folder: Path) -> None:
+        """Shards that were not finished go."""
+        whole = {f["file"] for f in writer.files}
+        for path in [*folder.glob("*"), *(folder / "data").glob("*")]:
+            name = path.relative_to(folder).as_posix()
+            if name not in whole and name != "data":
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 class _Again:

@@ -112,21 +112,32 @@ def shuffle(
 
     Memory: the largest bucket, that is about 1/buckets of the corpus. Depends on seed and the order of the input.
     """
+    with tempfile.TemporaryDirectory(prefix="shuffle-", dir=work_dir) as folder:
+        scatter(documents, Path(folder), seed, buckets)
+        yield from gather(Path(folder), seed, buckets)
+
+
+def scatter(documents: Iterable[Document], folder: Path, seed: int, buckets: int = 64) -> None:
+    """The first pass of :func:`shuffle`, into files of ``folder``."""
     if buckets < 1:
         raise ConfigError("should be at least 1", key="buckets", value=buckets)
     rng = np.random.Generator(np.random.PCG64([seed, 1]))
-    with tempfile.TemporaryDirectory(prefix="shuffle-", dir=work_dir) as folder:
-        files: list[Any] = [(Path(folder) / f"{b:05d}").open("wb") for b in range(buckets)]
-        try:
-            for document in documents:
-                pickle.dump(document, files[int(rng.integers(buckets))], protocol=5)
-        finally:
-            for file in files:
-                file.close()
-        for b in range(buckets):
-            held = list(_unpickle(Path(folder) / f"{b:05d}"))
-            for i in rng.permutation(len(held)):
-                yield held[i]
+    files: list[Any] = [(folder / f"{b:05d}").open("wb") for b in range(buckets)]
+    try:
+        for document in documents:
+            pickle.dump(document, files[int(rng.integers(buckets))], protocol=5)
+    finally:
+        for file in files:
+            file.close()
+
+
+def gather(folder: Path, seed: int, buckets: int = 64) -> Iterator[Document]:
+    """The second pass of :func:`shuffle`."""
+    rng = np.random.Generator(np.random.PCG64([seed, 2]))
+    for b in range(buckets):
+        held = list(_unpickle(folder / f"{b:05d}"))
+        for i in rng.permutation(len(held)):
+            yield held[i]
 
 
 def _unpickle(path: Path) -> Iterator[Document]:

@@ -144,6 +144,24 @@ class Kept:
         )
 
 
+def lock(folder: Path) -> int:
+    """Makes ``folder``, of one build, and keeps others out until the returned file descriptor is closed."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = os.open(folder / "lock", os.O_CREAT | os.O_RDWR)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be written ({error.strerror or error})") from None
+    with contextlib.suppress(ModuleNotFoundError):  # no locks of this kind on Windows
+        import fcntl
+
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(held)
+            raise DataError(f"{folder.parent}: another build writes here; wait for it, or stop it") from None
+    return held
+
+
 class Build:
     """The hidden folder of one build; a context manager that no second build can enter meanwhile."""
 
@@ -155,19 +173,7 @@ class Build:
         self._lock = -1
 
     def __enter__(self) -> Build:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.folder / "lock", os.O_CREAT | os.O_RDWR)
-        except OSError as error:
-            raise DataError(f"{self.folder}: cannot be written ({error.strerror or error})") from None
-        with contextlib.suppress(ModuleNotFoundError):  # no locks of this kind on Windows
-            import fcntl
-
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                os.close(self._lock)
-                raise DataError(f"{self.folder.parent}: another build writes here; wait for it, or stop it") from None
+        self._lock = lock(self.folder)
         return self
 
     def __exit__(self, *_: object) -> None:
