@@ -121,7 +121,7 @@ def context(rank, size, **settings):
     planner = {}
 
     def plan(batch, n, lengths):
-        planner.setdefault("plan", found._planner(batch, n).plan(lengths))
+        planner.setdefault("plan", found.planner_of(batch, n).plan(lengths))
         return planner["plan"]
 
     found._plan = plan
