@@ -32,7 +32,7 @@ SLOW_LINKS = {"bandwidth": {2: 10.0, 4: 1.0}, "overhead": 1.0}  # small groups p
 # Eight tokens a rank: a document of up to 8 can go to one rank, of up to 12 to two.
 TRAININGS = {
     "flexsp": base.Cell(
-        {"cp": 4, "context": {"name": "flexsp", "tokens_per_rank": 8, "seconds": 0.2, **SLOW_LINKS}},
+        {"cp": 4, "context": {"name": "flexsp", "method": "milp", "tokens_per_rank": 8, "seconds": 0.2, **SLOW_LINKS}},
         MODEL, micro=4, double=True,
     ),
     "flexsp_shard2": base.Cell(
