@@ -21,8 +21,8 @@ from trainwright.parallel.amsp.chain import Chain, chains
 from trainwright.parallel.amsp.groups import members
 from trainwright.parallel.amsp.layout import Layout
 from trainwright.planning.amsp import Hop, NothingFits, Problem, cost, plan, state_bytes, terms
-from trainwright.planning.amsp_recipe import settled_sharding
 from trainwright.train.degrees import check
+from trainwright.train.sharding import settled_sharding
 
 WORKER = Path(__file__).parent / "amsp_worker.py"
 spec = importlib.util.spec_from_file_location("amsp_worker", WORKER)

@@ -294,3 +294,27 @@ def test_more_stages_than_layers_and_models_that_look_ahead(recipe):
     long = RunConfig.load(recipe(parallel={"context": {"name": "sppo", "chunks": 64, "min_chunk": 1}}))
     with pytest.raises(ConfigError, match="is more than the 32 tokens of a row"):
         check(long, 1)
+
+
+def test_what_is_measured_goes_into_a_recipe(tmp_path, capsys):
+    """``trainwright plan sppo`` prints lines with which chunks and offloading can be left to the solver."""
+    import yaml
+
+    from trainwright import RunConfig
+    from trainwright.cli import run
+    from trainwright.train.degrees import architecture
+
+    recipe = {
+        "model": {"name": "decoder", "dim": 32, "n_layers": 2, "n_heads": 2},
+        "tokenizer": {"name": "bytes"},
+        "precision": {"name": "fp32"},
+        "train": {"seq_len": 256, "global_batch_tokens": 256, "micro_batch_size": 1},
+    }
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
+    assert run(["plan", "sppo", str(tmp_path / "r.yaml"), "run.device=cpu"]) == 0
+    lines = yaml.safe_load(capsys.readouterr().out)
+    lines["parallel"]["context"] |= {"chunks": "auto", "offload": "auto", "min_chunk": 64}
+    config = RunConfig.load({**recipe, **lines})
+    layout = config.parallel.context.layout(architecture(config), 256)
+    assert layout.bounds[-1] == 256 and layout.ratios[-1] == 0
+    assert run(["plan", "sppo", str(tmp_path / "r.yaml"), "model={name: hf, path: x}"]) == 2

@@ -69,3 +69,17 @@ def comm(
     from trainwright.cli.app import split_arguments
 
     command.comm(*split_arguments(arguments), world, cluster, lengths, most, json)
+
+
+@plan_app.command("sppo")
+def sppo(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="RECIPE] [KEY=VALUE", help="A YAML file, then overrides like train.seq_len=8192."),
+    ] = None,
+) -> None:
+    """Measure times, sizes and bandwidth that SPPO's chunks and offloading go by, as lines of the recipe."""
+    from trainwright.cli import plan_sppo as command
+    from trainwright.cli.app import split_arguments
+
+    command.sppo(*split_arguments(arguments))

@@ -9,9 +9,9 @@ from typing import Any
 from trainwright.cli.output import out, print_json
 from trainwright.core.errors import ConfigError
 from trainwright.parallel.mesh import DIMENSIONS
-from trainwright.planning.amsp_recipe import settled_sharding
 from trainwright.planning.comm_context import rows_of
 from trainwright.planning.comm_plan import Cluster, Prediction, Work, layouts, predict
+from trainwright.train.sharding import settled_sharding
 
 
 def comm(

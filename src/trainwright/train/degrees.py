@@ -30,7 +30,7 @@ def settled(config: RunConfig, world_size: int | None = None, *, quietly: bool =
     """
     world_size = launched_world_size() if world_size is None else world_size
     if config.parallel.sharding is not None:
-        from trainwright.planning.amsp_recipe import settled_sharding
+        from trainwright.train.sharding import settled_sharding
 
         return settled_sharding(config, world_size, quietly=quietly)
     if not config.parallel.auto:

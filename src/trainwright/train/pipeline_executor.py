@@ -56,7 +56,7 @@ def executor_kind(parallel: Parallelized) -> type[AutogradExecutor]:
     if parallel.pipeline is not None:
         return PipelineExecutor
     if parallel.chunks is not None:
-        from trainwright.parallel.sppo.executor import SppoExecutor
+        from trainwright.train.sppo_executor import SppoExecutor
 
         return SppoExecutor
     return AutogradExecutor

@@ -1,6 +1,6 @@
 """Times, sizes and bandwidth that SPPO decides by, measured here:
 
-    python -m trainwright.parallel.sppo.measure recipe.yaml     prints the lines for the recipe
+    trainwright plan sppo recipe.yaml     prints the lines for the recipe
 
 The first and the second half of a row go forward as chunks. With l tokens in each, and the pairs of t tokens P(t),
 ``T_1 = a l + b P(l)`` and ``T_2 = a l + b (P(2l) - P(l))`` give the seconds a of a token and b of a pair; bytes are
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any, cast
@@ -116,30 +115,3 @@ def _installed(decoder: Any, chunked: ChunkedRows) -> Iterator[None]:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def main(path: str) -> None:
-    import yaml
-
-    from trainwright.config.run_config import RunConfig
-    from trainwright.core.distributed import default_device
-    from trainwright.core.errors import ConfigError
-    from trainwright.train.degrees import architecture, local_rows
-
-    config = RunConfig.load(path)
-    arch = architecture(config)
-    if arch is None:
-        raise ConfigError("is for our own decoder", key="model", value=config.model.name)
-    device = default_device() if config.run.device == "auto" else torch.device(config.run.device)
-    model = config.model.build(arch.vocab_size, config.train.seq_len).to(device)
-    parallel = config.parallel
-    rows = local_rows(config, max(1, parallel.dp_replicate) * parallel.dp_shard, parallel.pp)[1]
-    found = measure(
-        model, config.train.seq_len, rows=rows, stages=parallel.pp, precision=config.precision.build(device)
-    )
-    figures = {name: float(f"{value:.4g}") for name, value in found.model_dump().items()}
-    print(yaml.safe_dump({"parallel": {"context": {"name": "sppo", "measured": figures}}}, sort_keys=False), end="")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

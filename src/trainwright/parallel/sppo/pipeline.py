@@ -18,8 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from trainwright.core.batch import Batch
 from trainwright.parallel.pipeline.pipeline import Pipeline
 from trainwright.parallel.pipeline.stage import Stage
-from trainwright.parallel.sppo.executor import tell_last
-from trainwright.parallel.sppo.rows import ChunkedRows
+from trainwright.parallel.sppo.rows import ChunkedRows, tell_last
 
 Kind = tuple[torch.Size, torch.dtype, bool]  # of a tensor that is sent; whether a gradient comes back for it
 

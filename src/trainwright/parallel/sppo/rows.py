@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from trainwright.core.batch import Batch
 from trainwright.models.architecture import Architecture
@@ -76,3 +77,9 @@ def cut(batch: Batch, start: int, stop: int) -> Batch:
         return t[:, start:stop] if t.ndim > 1 and t.shape[1] == length else t
 
     return batch._map(part)
+
+
+def tell_last(module: nn.Module, last: bool) -> None:
+    """FSDP's machinery has several forward passes under way: only the step's last backward pass ends them."""
+    if isinstance(module, FSDPModule):
+        module.set_is_last_backward(last)

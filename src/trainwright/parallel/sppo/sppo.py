@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Measured(BaseModel):
-    """Figures of this machine for one stage, as ``trainwright.parallel.sppo.measure`` finds them."""
+    """Figures of this machine for one stage, as ``trainwright plan sppo`` finds them."""
 
     model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
 
@@ -103,7 +103,7 @@ class SppoConfig(ContextConfig):
                 if value == "auto" or (key == "memory" and value is not None):
                     raise ConfigError(
                         "is decided by bandwidth and times of this machine, and they were not measured; set "
-                        "parallel.context.measured (trainwright.parallel.sppo.measure finds it), or give a number"
+                        "parallel.context.measured (`trainwright plan sppo` finds it), or give a number"
                         + (", a list or off" if key == "offload" else ""),
                         key=f"parallel.context.{key}",
                         value=value,

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 
 from trainwright.core.batch import Batch
 from trainwright.core.distributed import all_reduce_sum
 from trainwright.objectives.base import Loss, Objective
 from trainwright.parallel.apply import Parallelized
-from trainwright.parallel.sppo.rows import ChunkedRows
+from trainwright.parallel.sppo.rows import ChunkedRows, tell_last
 from trainwright.train.executor import AutogradExecutor, StepResult
 
 
@@ -54,9 +53,3 @@ class SppoExecutor(AutogradExecutor):
                 self.precision.backward(losses[c].sum * inverse)
             losses[c] = Loss(losses[c].sum.detach(), losses[c].weight, losses[c].metrics)
         return losses
-
-
-def tell_last(module: nn.Module, last: bool) -> None:
-    """FSDP's machinery has several forward passes under way: only the step's last backward pass ends them."""
-    if isinstance(module, FSDPModule):
-        module.set_is_last_backward(last)
