@@ -13,11 +13,6 @@ PARTS = {
     "dedup": "data_dedup",
     "loader": "data_loader",
     "tokenizing": "data_tokenizing",
-    "decomposition": "data_decomposition",
-    "metadata": "data_metadata",
-    "salt": "data_salt",
-    "splice": "data_splice",
-    "quality": "data_quality",
 }
 
 if __name__ == "__main__":

@@ -188,7 +188,9 @@ CONTESTANTS: dict[str, Callable[[list[tuple[str, str]]], set[str]]] = {
 
 def contestant(name: str, corpus: Path, first: int) -> dict[str, Any]:
     """One run, in this process."""
-    documents = [tuple(d) for d in json.loads(corpus.read_text("utf-8"))][:first]
+    # By lines: the peak of reading it at once would hide what the contestant takes.
+    with corpus.open(encoding="utf-8") as lines:
+        documents = [tuple(json.loads(line)) for line in itertools.islice(lines, first)]
     before = peak_memory()
     started = time.perf_counter()
     removed = CONTESTANTS[name](documents)
@@ -241,8 +243,8 @@ def run(quick: bool) -> dict[str, Any]:
     result: dict[str, Any] = {"documents": len(documents), "planted_pairs": len(pairs), "contestants": {}}
     similar: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        corpus = Path(folder) / "corpus.json"
-        corpus.write_text(json.dumps(documents), "utf-8")
+        corpus = Path(folder) / "corpus.jsonl"
+        corpus.write_text("".join(json.dumps(d) + "\n" for d in documents), "utf-8")
         for name in names:
             found = _in_its_own_process(name, corpus, len(documents))
             removed = set(found.pop("removed"))

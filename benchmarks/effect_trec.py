@@ -1,7 +1,5 @@
 """Where does a model remember its batches best? The measured re-evaluation curve beside the predicted one.
 
-    python benchmarks/trec.py [--quick] [--steps 600] [--seeds 3] [--json FILE]
-
 A small Llama, one epoch of unrepeated text (Python's standard library, as bytes), AdamW with tau = 0.15, the rate cut
 to a fiftieth after 70 % of the steps. L(B_t; A) - L(B_t; other), where ``other`` was trained on other text, takes the
 difficulty of the batches off; mean over seeds, smoothed over 8 % of the run. Expected: a minimum near 0.70 and not at
@@ -10,8 +8,6 @@ the end, and a correlation with the prediction of at least 0.5.
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +31,7 @@ def text_rows(count: int, seed: int) -> np.ndarray:
     data = b"".join(f.read_bytes() for f in files if "site-packages" not in f.parts)
     rows = len(data) // (LENGTH + 1)
     if rows < count:
-        raise SystemExit(f"the standard library here gives {rows} rows, {count} are needed; use fewer --steps")
+        raise SystemExit(f"the standard library here gives {rows} rows, {count} are needed")
     whole = np.frombuffer(data, np.uint8)[: rows * (LENGTH + 1)].reshape(rows, LENGTH + 1)
     return whole[np.random.default_rng(seed).permutation(rows)[:count]].astype(np.int64)
 
@@ -71,7 +67,9 @@ def train(data: list[Batch], rates: np.ndarray, decay: float, dim: int, seed: in
     return model
 
 
-def run(steps: int, seeds: int, rows: int = 16, dim: int = 64, lr: float = 3e-3, tau: float = 0.15) -> dict[str, Any]:
+def run(quick: bool) -> dict[str, Any]:
+    steps, seeds, rows, dim = (40, 1, 4, 32) if quick else (600, 3, 16, 64)
+    lr, tau = 3e-3, 0.15
     rates = np.where(np.arange(steps) < 0.7 * steps, lr, lr * 0.02)
     decay = decay_for(tau, lr, steps)
     residuals = []
@@ -83,24 +81,17 @@ def run(steps: int, seeds: int, rows: int = 16, dim: int = 64, lr: float = 3e-3,
     curve = np.mean(residuals, 0)
     found = compare(curve, rates, decay, window=round(0.08 * steps))
     plain = compare(curve, rates, decay, m=1.0, window=round(0.08 * steps))
-    return {**found, "pearson_at_m_1": plain["pearson"], "weight_decay": decay, "curve": curve.tolist()}
+    return {
+        **found,
+        "pearson_at_m_1": plain["pearson"],
+        "weight_decay": decay,
+        "steps": steps,
+        "seeds": seeds,
+        "curve": curve.tolist(),
+    }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a small run that shows that everything works")
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    found = run(40, 1, rows=4, dim=32) if args.quick else run(args.steps, args.seeds)
-    for key, value in found.items():
-        if key != "curve":
-            print(f"{key:20} {value:.4f}" if isinstance(value, float) else f"{key:20} {value}")
-    if args.json:
-        args.json.write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+def table(result: dict[str, Any]) -> str:
+    lines = [f"{result['steps']} steps, {result['seeds']} seeds.", "", "| quantity | value |", "|---|---|"]
+    figures = {k: v for k, v in result.items() if isinstance(v, float) and k != "seconds"}
+    return "\n".join([*lines, *(f"| {k.replace('_', ' ')} | {v:.4f} |" for k, v in figures.items())])

@@ -1,18 +1,12 @@
-"""Panda LLM's question on a tiny model: what in the data teaches a model to follow instructions (B003).
+"""Panda LLM's order of stages on a tiny model: what teaches a model to follow instructions (B003).
 
-    python benchmarks/panda.py effect [--quick] [--seeds 3] [--json FILE]
-    python benchmarks/panda.py study --data data/panda [--quick] [--seeds 3] [--json FILE]
-
-effect  96 % text and 4 % instruction pairs at one budget of tokens, in three orders: mixed; the pairs up-sampled ten
-        times; staged, the text first and the pairs last. Figure: share of greedy answers to held-out instructions that
-        have the format of the pairs and end by themselves. Expected: staged or up-sampled ten points over mixed.
-study   quantity (parts of the pairs), quality (all pairs, or docstrings alone), language (shares of zh) and order at
-        one budget, on the files of recipes/panda_data.py. Figure: multiple choice by the options' log-likelihood.
+96 % text and 4 % instruction pairs at one budget of tokens, in three orders: mixed; the pairs up-sampled ten times;
+staged, the text first and the pairs last. Figure: share of greedy answers to held-out instructions that have the format
+of the pairs and end by themselves. Expected: staged or up-sampled ten points over mixed.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import re
@@ -20,10 +14,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from trainwright.core.errors import DataError
 from trainwright.lab.stages import run_stages
 from trainwright.models.generate import generate_ids
-from trainwright.train.multiple_choice import multiple_choice, read_questions
 from trainwright.train.runs import open_model
 
 FORMAT = re.compile(r" Answer: [a-z ]+ is a kind of [a-z]+\.")
@@ -116,62 +108,17 @@ def effect(seed: int, root: Path, quick: bool, budget: int) -> dict[str, float]:
     return {arm: format_accuracy(run_stages(stages, root / arm), prompts) for arm, stages in arms.items()}
 
 
-def study(data: Path, seed: int, root: Path, quick: bool, budget: int) -> dict[str, float]:
-    root.mkdir(parents=True)
-    questions = read_questions(data / "choices.jsonl")[: 12 if quick else None]
-    names = {p.stem: {"name": "panda_llm", "path": str(p)} for p in sorted(data.glob("*.jsonl")) if p.stem != "choices"}
-    if "documents" not in names or "docstrings" not in names:
-        raise DataError(f"{data} lacks documents.jsonl or docstrings.jsonl; make them with recipes/panda_data.py")
-    plain = names.pop("documents")
-    every = list(names.values())
-    budget = 20_000 if quick else budget
-
-    def one(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [stage(sources, budget, seed, root, quick, 3e-3)]
-
-    arms = {f"quantity {q:g}": one([plain, *({**s, "up_sample": q} for s in every)]) for q in (0.25, 0.5, 1.0)}
-    arms["quality docstrings alone"] = one([plain, names["docstrings"]])
-    if "zh" in names:
-        for zh in (0.1, 0.5, 0.9):
-            arms[f"language zh {zh:g}"] = one([{**names["en"], "weight": 1 - zh}, {**names["zh"], "weight": zh}])
-    arms["order up-sampled 10"] = one([plain, *({**s, "up_sample": 10} for s in every)])
-    half = budget // 2 // 1024 * 1024
-    arms["order staged"] = [
-        stage([plain], budget - half, seed, root, quick, 3e-3), stage(every, half, seed, root, quick, 1e-3),
-    ]  # fmt: skip
-    out = {}
-    for arm, stages in arms.items():
-        model, tokenizer = open_model(run_stages(stages, root / re.sub(r"\W+", "-", arm)))
-        out[arm] = multiple_choice(model, tokenizer, questions, normalise="bytes")["accuracy"]
-        print(f"  {arm}: {out[arm]:.3f}", flush=True)
-    return out
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="What in the data teaches a model to follow instructions.")
-    parser.add_argument("what", choices=["effect", "study"])
-    parser.add_argument("--data", type=Path, default=Path("data/panda"))
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=300_000)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    found: list[dict[str, float]] = []
+def run(quick: bool) -> dict[str, Any]:
+    found = []
     with tempfile.TemporaryDirectory() as folder:
-        for seed in range(1 if args.quick else args.seeds):
-            root = Path(folder) / str(seed)
-            if args.what == "effect":
-                found.append(effect(seed, root, args.quick, args.tokens))
-            else:
-                found.append(study(args.data, seed, root, args.quick, args.tokens))
-            print(seed, found[-1], flush=True)
-    print("| arm | mean | by seed |\n|---|---|---|")
-    for arm in found[0]:
-        values = [f[arm] for f in found]
-        print(f"| {arm} | {sum(values) / len(values):.1%} | {', '.join(f'{v:.1%}' for v in values)} |")
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1))
+        for seed in range(1 if quick else 3):
+            found.append(effect(seed, Path(folder) / str(seed), quick, 300_000))
+    return {"seeds": found}
 
 
-if __name__ == "__main__":
-    main()
+def table(result: dict[str, Any]) -> str:
+    lines = ["| arm | mean | by seed |", "|---|---|---|"]
+    for arm in result["seeds"][0]:
+        values = [f[arm] for f in result["seeds"]]
+        lines.append(f"| {arm} | {sum(values) / len(values):.1%} | {', '.join(f'{v:.1%}' for v in values)} |")
+    return "\n".join(lines)

@@ -1,7 +1,5 @@
 """What do mixers and selectors spend on noise? Three domains: text, pure noise, and one that is learnt at once.
 
-    python benchmarks/dynamic_data.py [--quick] [--steps 300] [--seeds 3] [--json FILE]
-
 Each method trains the same small model on the same number of tokens, in equal shares to begin with. Given are the share
 of the rows that were noise, that share over uniform's, and the validation loss on the text. Expected: the medium loss
 band and DoReMi spend at most 0.6 of uniform's on noise, while the high band and ODM, which take a high loss for much to
@@ -10,8 +8,6 @@ learn, drift to it.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import sysconfig
 import tempfile
@@ -19,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from trainwright import RunConfig, Trainer
 from trainwright.train.evaluate import evaluate
@@ -94,7 +89,8 @@ def methods(folder: Path, steps: int, seed: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def run(steps: int, seeds: int, kilobytes: int = 800) -> dict[str, Any]:
+def run(quick: bool) -> dict[str, Any]:
+    steps, seeds, kilobytes = (12, 1, 200) if quick else (300, 3, 800)
     found: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -105,25 +101,12 @@ def run(steps: int, seeds: int, kilobytes: int = 800) -> dict[str, Any]:
                 found.setdefault(name, []).append(one(folder, name, steps, seed, data))
     means = {name: {k: float(np.mean([r[k] for r in rows])) for k in rows[0]} for name, rows in found.items()}
     base = means["uniform"]["noise rows"]
-    return {name: {**row, "noise over uniform": row["noise rows"] / base} for name, row in means.items()}
+    over = {name: {**row, "noise over uniform": row["noise rows"] / base} for name, row in means.items()}
+    return {"steps": steps, "seeds": seeds, "means": over, "by_seed": found}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a small run that shows that everything works")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    found = run(12, 1, kilobytes=200) if args.quick else run(args.steps, args.seeds)
-    columns = list(next(iter(found.values())))
-    print(f"| method | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
-    for name, row in found.items():
-        print(f"| {name} | {' | '.join(f'{row[c]:.3f}' for c in columns)} |")
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1))
-
-
-if __name__ == "__main__":
-    main()
+def table(result: dict[str, Any]) -> str:
+    columns = list(next(iter(result["means"].values())))
+    lines = [f"| method | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
+    lines += [f"| {name} | {' | '.join(f'{row[c]:.3f}' for c in columns)} |" for name, row in result["means"].items()]
+    return "\n".join([f"{result['steps']} steps, mean of {result['seeds']} seeds.", "", *lines])

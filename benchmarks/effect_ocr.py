@@ -1,7 +1,5 @@
 """What reading errors cost, and what the stage ``ocr_quality`` brings back (card B098).
 
-    python benchmarks/ocr_noise.py [--seeds 3] [--steps 600] [--quick] [--json FILE]
-
 Half of the training documents get 10 % of their characters replaced at random. A byte model of some 2M parameters is
 trained on all of them, or on what ``ocr_quality`` keeps, over equally many tokens, and judged by bits per byte of clean
 held-out text.
@@ -9,12 +7,11 @@ held-out text.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from trainwright import RunConfig, Trainer
 from trainwright.core.registry import build
@@ -40,7 +37,8 @@ def prose() -> list[str]:
     return [p for p in dict.fromkeys(found) if scorer(p) >= 0.85]
 
 
-def corpora(folder: Path) -> dict[str, Path]:
+def corpora(folder: Path) -> tuple[dict[str, Path], str]:
+    """Folder by arm, and what the stage did."""
     rng = random.Random(0)
     texts = prose()
     rng.shuffle(texts)
@@ -52,11 +50,11 @@ def corpora(folder: Path) -> dict[str, Path]:
     stage = OcrQuality()
     kept = list(stage.run(mixed))
     noisy_kept = sum(d.source == "noisy" for d in kept)
-    print(f"{len(mixed)} documents, {len(kept)} kept, of these {noisy_kept} noisy")
     for name, documents in (("mixed", mixed), ("filtered", kept)):
         write_documents(documents, folder / name)
     write_documents([Document(t, f"v{i}") for i, t in enumerate(held_out)], folder / "held_out")
-    return {n: folder / n for n in ("mixed", "filtered")}
+    what = f"{len(mixed)} documents, half of them noisy; {len(kept)} kept, of these {noisy_kept} noisy"
+    return {n: folder / n for n in ("mixed", "filtered")}, what
 
 
 def train(name: str, path: Path, folder: Path, seed: int, steps: int, quick: bool) -> float:
@@ -82,25 +80,19 @@ def train(name: str, path: Path, folder: Path, seed: int, steps: int, quick: boo
     return float(Trainer(config).fit()["val_bits_per_byte"])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--quick", action="store_true", help="a tiny model, one seed")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    seeds, steps = (1, min(options.steps, 150)) if options.quick else (options.seeds, options.steps)
-    found: dict[str, list[float]] = {}
+def run(quick: bool) -> dict[str, Any]:
+    seeds, steps = (1, 150) if quick else (3, 600)
     with tempfile.TemporaryDirectory(prefix="ocr-noise-") as name:
         folder = Path(name)
-        for arm, path in corpora(folder).items():
-            found[arm] = [train(arm, path, folder, seed, steps, options.quick) for seed in range(seeds)]
-            print(f"{arm}: bits per byte of clean text {', '.join(f'{v:.4f}' for v in found[arm])}", flush=True)
+        arms, what = corpora(folder)
+        found = {a: [train(a, path, folder, seed, steps, quick) for seed in range(seeds)] for a, path in arms.items()}
     better = 1 - statistics.mean(found["filtered"]) / statistics.mean(found["mixed"])
-    print(f"filtered is {better:.2%} better (the card asks for 2%)")
-    if options.json:
-        options.json.write_text(json.dumps({"steps": steps, **found, "better": better}, indent=1) + "\n")
+    return {"steps": steps, "corpora": what, "bits_per_byte": found, "better": better}
 
 
-if __name__ == "__main__":
-    main()
+def table(result: dict[str, Any]) -> str:
+    lines = [f"{result['steps']} steps. {result['corpora']}.", ""]
+    lines += ["| trained on | bits per byte of clean text | by seed |", "|---|---|---|"]
+    for arm, values in result["bits_per_byte"].items():
+        lines.append(f"| {arm} | {statistics.mean(values):.4f} | {', '.join(f'{v:.4f}' for v in values)} |")
+    return "\n".join([*lines, "", f"Filtered is {result['better']:.2%} better (the card asks for 2 %)."])

@@ -1,17 +1,12 @@
 """What static and dynamic noise in traces do to a model trained on them from scratch (B058, arXiv:2402.04004).
 
-    python benchmarks/tint_noise.py [--quick] [--seeds 3] [--json FILE]
-
 A model of some 2.5M parameters learns running sums with their traces: clean, with static noise p=0.1 and with dynamic
 noise p=0.1, in all samples (rho=1). Accuracy is that of greedy answers to clean questions that were held out.
-Expected: static within 10 points of clean, dynamic at least 10 points below static. Some 12 minutes of one core a seed;
---quick takes seconds and shows nothing but that it runs.
+Expected: static within 10 points of clean, dynamic at least 10 points below static. Some 12 minutes of one core a seed.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -76,26 +71,20 @@ def measure(arm: str, seed: int, folder: Path, quick: bool, steps: int) -> dict[
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Static and dynamic noise in traces.")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+def run(quick: bool) -> dict[str, Any]:
     found: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
     with tempfile.TemporaryDirectory() as folder:
-        for seed in range(1 if args.quick else args.seeds):
-            for arm in ARMS:
-                found[arm].append(measure(arm, seed, Path(folder), args.quick, args.steps))
-                print(seed, arm, found[arm][-1], flush=True)
-    means = {arm: {k: sum(r[k] for r in rows) / len(rows) for k in rows[0]} for arm, rows in found.items()}
-    print("| arm | accuracy | valid traces |\n|---|---|---|")
-    for arm, mean in means.items():
-        print(f"| {arm} | {mean['accuracy']:.1%} | {mean['valid_traces']:.1%} |")
-    if args.json:
-        args.json.write_text(json.dumps({"means": means, "seeds": found}, indent=1))
+        for seed in range(1 if quick else 3):
+            for arm, rows in found.items():
+                rows.append(measure(arm, seed, Path(folder), quick, 1500))
+    return {"seeds": found}
 
 
-if __name__ == "__main__":
-    main()
+def table(result: dict[str, Any]) -> str:
+    lines = ["| arm | accuracy | by seed | valid traces |", "|---|---|---|---|"]
+    for arm, rows in result["seeds"].items():
+        right = [r["accuracy"] for r in rows]
+        traces = sum(r["valid_traces"] for r in rows) / len(rows)
+        each = ", ".join(f"{v:.1%}" for v in right)
+        lines.append(f"| {arm} | {sum(right) / len(right):.1%} | {each} | {traces:.1%} |")
+    return "\n".join(lines)
