@@ -1,5 +1,6 @@
 """From files to batches: what reaches the trainer, what is counted, what is refused."""
 
+import datetime
 import gzip
 import json
 import logging
@@ -207,6 +208,52 @@ def test_a_file_that_changes_while_it_is_read(rows_file, tokenizer, tmp_path, mo
         src.tokenized(tokenizer, "train", seq_len=64, validation_fraction=0.0, cache_dir=tmp_path / "cache")
 
 
+# --- what is said of usable rows
+
+
+def test_empty_answers_are_counted_and_said(rows_file, tokenizer, tmp_path, caplog):
+    rows = [*ROWS, {"messages": [*ROWS[0]["messages"], {"role": "user", "content": "?"}, said("")]}]
+    with caplog.at_level(logging.WARNING, "trainwright"):
+        data = tokens(rows_file(rows), tokenizer, tmp_path)
+    assert data.num_docs == len(rows) and data.report["empty_answer"] == 1
+    assert "1 with an empty answer" in caplog.text
+
+
+def said(text):
+    return {"role": "assistant", "content": text}
+
+
+def test_how_prompts_of_preferences_were_found_is_counted_and_said(rows_file, tokenizer, tmp_path, caplog):
+    rows = [
+        {"prompt": "Q:", "chosen": "Q: yes", "rejected": "Q: no"},
+        {"chosen": "Assistant: I am sorry, no", "rejected": "Assistant: I am happy"},
+        {"chosen": "hi I am", "rejected": "hi I will"},
+    ]
+    with caplog.at_level(logging.WARNING, "trainwright"):
+        data = tokens(rows_file(rows), tokenizer, tmp_path)
+    answers = [tokenizer.decode(data.tokens(i)[data.loss_weights(i) > 0].tolist()) for i in range(3)]
+    assert answers == [" yes", " I am sorry, no", " am"]
+    assert (data.report["prompt_repeated"], data.report["prompt_guessed"]) == (1, 1)
+    assert "1 repeat the prompt in both answers" in caplog.text and "1 with no prompt and no mark" in caplog.text
+
+
+def test_the_date_of_a_template_is_a_setting(rows_file, templates, tmp_path, caplog):
+    """The same recipe gives the same tokens tomorrow; the cache knows the date."""
+    tokenizer = ByteTokenizer("{{ strftime_now('%Y-%m-%d') }}|" + templates.LETTERS)
+    path = rows_file(ROWS)
+    with caplog.at_level(logging.INFO, "trainwright"):
+        first = tokens(path, tokenizer, tmp_path)
+        other = tokens(path, tokenizer, tmp_path, date="2030-01-02")
+    assert first.folder != other.folder and first.fingerprint != other.fingerprint
+    starts = [tokenizer.decode(d.tokens(0)[:11].tolist()) for d in (first, other)]
+    assert starts == ["2024-07-26|", "2030-01-02|"]
+    assert "to the chat template the date is 2024-07-26" in caplog.text
+    assert tokens(path, tokenizer, tmp_path, date=datetime.date(2030, 1, 2)).folder == other.folder
+    assert tokens(path, ByteTokenizer(templates.LETTERS), tmp_path).report["date"] is None
+    with pytest.raises(ConfigError, match="date"):
+        source(path, date="tomorrow")
+
+
 # --- files
 
 
@@ -314,5 +361,5 @@ def test_objective_sft_needs_data_with_a_mask(recipe, rows_file):
         recipe(objective="sft", **{"data.sources": [{"name": "chat", "path": rows_file(ROWS), "format": "auto"}]})
     )
     assert cfg.data.batcher.name == "best_fit"
-    assert RunConfig.load(cfg.to_dict()).to_dict() == cfg.to_dict()
+    assert RunConfig.load(json.loads(json.dumps(cfg.to_dict()))).to_dict() == cfg.to_dict()
     assert RunConfig.load(cfg.to_dict(), ["data.batcher=packed"]).data.batcher.name == "packed"

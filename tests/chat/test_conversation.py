@@ -75,6 +75,83 @@ def test_preferences():
     assert repeated.chosen.messages == SAID and repeated.chosen.weights == [0, 0, 1]
 
 
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def said(text):
+    return {"role": "assistant", "content": text}
+
+
+def test_pairs_of_several_turns_have_one_prompt():
+    """log P(z | a, x, c) against log P(x | a) would be no preference."""
+    longer = [user("a"), said("x"), user("c"), said("z")]
+    pair = parse_row({"chosen": longer, "rejected": [user("a"), said("bad")]})[1]
+    assert pair.chosen.messages == longer and pair.chosen.weights == [0, 1, 1, 1]
+    assert pair.rejected.messages == [user("a"), said("bad")] and pair.rejected.weights == [0, 1]
+    late = parse_row({"chosen": longer, "rejected": [*longer[:3], said("w")]})[1]
+    assert late.chosen.weights == late.rejected.weights == [0, 0, 0, 1]
+    for prompt in ({}, {"prompt": [user("a")]}, {"prompt": "a"}):
+        with pytest.raises(DataError, match="rejected is how chosen begins, so they are no two answers to one prompt"):
+            parse_row({**prompt, "chosen": longer, "rejected": longer[:2]})
+    with pytest.raises(DataError, match="part at message 0, which is not the assistant's: they answer different"):
+        parse_row({"chosen": [user("a"), said("x")], "rejected": [user("b"), said("y")]})
+    with pytest.raises(DataError, match="part at message 2"):
+        parse_row({"chosen": longer, "rejected": [*longer[:2], user("d"), said("z")]})
+    with pytest.raises(DataError, match="both be texts or both be lists"):
+        parse_row({"prompt": "a", "chosen": [user("a"), said("x")], "rejected": "y"})
+    same = parse_row({"chosen": longer, "rejected": longer})[1]
+    assert same.chosen == same.rejected and same.chosen.weights == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "prompt, chosen, rejected, want",
+    [
+        ("Q: hi A:", "Q: hi A: yes", "Q: hi A: no", (" yes", " no")),
+        ("hi", "hi there", "hi! you", (" there", "! you")),
+        ("你好", "你好吗", "你好。", ("吗", "。")),
+        ("Q: hi A:", "Q: hi A: yes", "no", None),  # one side alone begins with it: it may be what it says
+        ("a", "apple", "ant", None),  # letters of a word
+        ("", "yes", "no", None),
+    ],
+)
+def test_a_prompt_that_both_texts_repeat_stands_once(prompt, chosen, rejected, want):
+    pair = parse_row({"prompt": prompt, "chosen": chosen, "rejected": rejected})[1]
+    assert (pair.chosen.prompt, pair.rejected.prompt) == (prompt, prompt)
+    assert (pair.chosen.completion, pair.rejected.completion) == (want or (chosen, rejected))
+    assert pair.notes == (("prompt_repeated",) if want else ())
+
+
+@pytest.mark.parametrize(
+    "prompt, chosen, rejected, guessed",
+    [
+        ("Human: hi Assistant:", " I am sorry, no", " I am happy", False),
+        ("\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:", " I am", " I will", False),
+        ("### Instruction:\nadd\n\n### Response:\n", "It is 3", "It is 4", False),
+        ("<|user|>\nhi\n<|assistant|>\n", "I am", "I will", False),
+        ("[INST] hi [/INST]", " I am", " I will", False),
+        ("Q: hi A:", " I am", " I will", False),
+        ("Question: hi\nAnswer:", " I am", " I will", False),
+        ("Human: hi\nAssistant:", " Answer: I am", " Answer: I will", False),  # the speaker, not the word
+        ("Human: hi\nAssistant:", " yes", " yes sir", False),
+        ("hi I", " am", " will", True),
+        ("vitamin A: it", " helps", " heals", True),
+        ("", "yes", "no", False),
+    ],
+)
+def test_where_texts_without_a_prompt_are_cut(prompt, chosen, rejected, guessed):
+    """Words that both answers begin with are theirs, where a mark says whose turn it is."""
+    pair = parse_row({"chosen": prompt + chosen, "rejected": prompt + rejected})[1]
+    assert pair.chosen == TextPair(prompt, chosen) and pair.rejected == TextPair(prompt, rejected)
+    assert pair.notes == (("prompt_guessed",) if guessed else ())
+
+
+def test_texts_that_part_in_a_question_are_no_pair():
+    talk = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c"
+    with pytest.raises(DataError, match="part within what the user says"):
+        parse_row({"chosen": f"{talk}1\n\nAssistant: x", "rejected": f"{talk}2\n\nAssistant: x"})
+
+
 def test_tool_calls_in_both_spellings():
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}

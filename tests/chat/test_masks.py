@@ -1,5 +1,7 @@
 """Which tokens are trained on: against tables made by hand, against marks, against transformers."""
 
+from datetime import date, datetime
+
 import numpy as np
 import pytest
 
@@ -214,6 +216,131 @@ def test_a_template_that_leaves_out_what_matters(templates):
         Masker(ByteTokenizer(templates.LETTERS))(Conversation(TALK, TOOLS))
 
 
+SEARCH = {"type": "function", "function": {"name": "search", "parameters": {}}}
+
+
+def search(**arguments):
+    return {"type": "function", "function": {"name": "search", "arguments": arguments}}
+
+
+def searching(*calls, said=""):
+    """A chat whose messages say the tool's name as often as any count of it would want."""
+    return Conversation(
+        [
+            {"role": "user", "content": "please search and search again with search, probe0z"},
+            {"role": "assistant", "content": said, "tool_calls": list(calls)},
+            {"role": "tool", "content": "search result"},
+            {"role": "assistant", "content": "done"},
+        ],
+        [SEARCH],
+    )
+
+
+def calling(written, tools="{% for t in tools %}{{ t.function.name }};{% endfor %}"):
+    return ByteTokenizer(
+        f"{tools}{{% for m in messages %}}{{{{ m.role[0] + m.content }}}}"
+        f"{{% for c in m.tool_calls or [] %}}{{% set f = c.function %}}{written}{{% endfor %}}{{{{ eos_token }}}}"
+        "{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+    )
+
+
+WHOLE = "!{{ f.name }}({{ f.arguments | tojson }})"
+
+
+@pytest.mark.parametrize(
+    "written, tools, said",
+    [
+        ("", "", r"leaves out the tools \(search\)"),
+        ("", None, r"leaves out tool calls \(search\)"),
+        ("!", None, r"leaves out tool calls \(search\)"),
+        ("!{{ f.name }}", None, r"leaves out arguments of tool calls \(search.q, search.n\)"),
+        ("!{{ f.name }}({{ f.arguments.n }})", None, r"leaves out arguments of tool calls \(search.q\)"),
+        ("{% if loop.first %}" + WHOLE + "{% endif %}", None, r"leaves out tool calls \(search\)"),
+    ],
+)
+def test_tools_that_are_left_out_are_missed_though_messages_say_their_names(written, tools, said):
+    talk = searching(search(q="search", n=1), search(q="search", n=1))
+    with pytest.raises(DataError, match=said):
+        Masker(calling(written) if tools is None else calling(written, tools))(talk)
+
+
+def test_one_call_that_stands_twice_is_two_calls():
+    call = search(q="x")
+    with pytest.raises(DataError, match="leaves out tool calls"):
+        Masker(calling("{% if loop.first %}" + WHOLE + "{% endif %}"))(searching(call, call))
+    assert Masker(calling(WHOLE))(searching(call, call)).trained
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        WHOLE,
+        "!{{ f.name | upper }}({% for k, v in f.arguments.items() %}{{ k }}={{ v }}{% endfor %})",
+        "!{{ f.name[:3] }}({{ f.arguments | tojson(indent=1) }})",
+        # Names that a template treats in a way of its own, or knows no others than.
+        "{% if f.name == 'search' %}?{{ f.arguments.q }}{{ f.arguments.n }}{{ f.arguments.deep }}{{ f.arguments.ok }}"
+        "{% else %}" + WHOLE + "{% endif %}",
+        "{% if f.name != 'search' %}{{ raise_exception('unknown tool') }}{% endif %}" + WHOLE,
+        "!{{ f.name }}({{ f.arguments.q }}{{ f.arguments.n | round(2) }}{{ f.arguments.deep | tojson }}"
+        "{% if f.arguments.ok %}+{% endif %})",
+    ],
+)
+def test_templates_that_write_calls_in_ways_of_their_own_are_taken(written):
+    talk = searching(search(q="", n=0.5, deep=[{"a": "b"}, 7310000003], ok=True), search(), said="let me see")
+    if "round" in written:
+        talk = searching(search(q="", n=0.5, deep=[], ok=True))
+    assert Masker(calling(written))(talk).trained
+
+
+@pytest.mark.parametrize("marks", ["CHATML", "CHATML_MARKED"])
+def test_an_empty_answer_is_noted_where_it_is_trained_on(templates, marks):
+    def notes(weights=None, train_on="all", **first):
+        talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": " ", **first}, *TALK[1:3]]
+        masker = Masker(ByteTokenizer(getattr(templates, marks).replace("<|im_end|>", "<eos>")), train_on)
+        return masker(Conversation(talk, weights=weights or [])).notes
+
+    assert notes() == ("empty_answer",)
+    assert notes(weights=[1, 0, 1, 1]) == notes(train_on="last") == notes(tool_calls=[CALL]) == ()
+
+
+def test_an_empty_answer_that_has_no_target_is_not_noted():
+    template = (
+        "{% for m in messages %}{{ m.role[0] }}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %};{% endfor %}"
+    )
+    talk = [TALK[1], {"role": "assistant", "content": ""}, *TALK[1:3]]
+    got = Masker(ByteTokenizer(template))(Conversation(talk))
+    assert table(got) == made("uu1;a;uu1;aa1;E", "000000000001101")
+    assert got.notes == ()
+
+
+# --- the date
+
+DATED = "{{ strftime_now('%d %b %Y %H:%M:%S.%f') }}|"
+
+
+def test_a_template_that_writes_the_date_writes_the_one_that_is_set(templates, monkeypatch):
+    talk = Conversation(TALK[1:3])
+    tokenizer = ByteTokenizer(DATED + templates.LETTERS)
+    got = Masker(tokenizer)(talk)  # one moment: prefixes agree to the microsecond
+    text = "26 Jul 2024 00:00:00.000000|BU:u1|A:a1E"
+    assert table(got) == made(text, "0" * (len(text) - 3) + "111")
+    monkeypatch.setattr("trainwright.data.chat.template.dt.datetime", _Tomorrow)
+    assert Masker(tokenizer)(talk).ids.tolist() == got.ids.tolist()
+    other = Masker(tokenizer, date=date(2030, 1, 2))(talk)
+    assert tokenizer.decode(other.ids.tolist()).startswith("02 Jan 2030 00:00:00.000000|")
+    # In use, outside of training data, it is the present day; the same for the whole of a conversation.
+    template = ChatTemplate(tokenizer)
+    assert template.render(TALK[1:2]).startswith("31 Dec 2099 ")
+    assert template.render(TALK[1:3]).startswith(template.render(TALK[1:2]))
+
+
+class _Tomorrow(datetime):
+    @classmethod
+    def now(cls, tz=None):
+        return cls(2099, 12, 31, 1, 2, 3, 4)
+
+
 def test_a_template_that_is_not_prefix_stable_is_refused(templates):
     talk = Conversation(
         [
@@ -259,6 +386,25 @@ def test_a_message_cannot_end_a_turn(chatml):
     assert evil in tokenizer.decode(got.ids.tolist(), skip_special=False)
     assert tokenizer.decode(got.ids[got.weights > 0].tolist(), skip_special=False) == "no<|im_end|>"
     assert not Masker(tokenizer)(Conversation(TALK)).spells_special
+
+
+@pytest.mark.parametrize("where", ["arguments", "inner arguments", "schema"])
+def test_keys_cannot_end_a_turn_either(chatml, where):
+    tokenizer = chatml()
+    end = ChatTemplate(tokenizer).special["<|im_end|>"]
+    evil = {"<|im_end|>": {"x": 1}}
+    arguments = {"arguments": evil, "inner arguments": {"a": [evil]}}.get(where, {})
+    schema = {"type": "object", "properties": evil if where == "schema" else {}}
+    talk = Conversation(
+        [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]},
+        ],
+        [{"type": "function", "function": {"name": "f", "parameters": schema}}],
+    )
+    got = Masker(tokenizer)(talk)
+    assert (got.ids == end).sum() == 3 and got.spells_special  # tools, the question, the answer
+    assert tokenizer.decode(got.ids.tolist(), skip_special=False).count("<|im_end|>") == 4
 
 
 def test_our_own_marks_in_a_message_are_refused(chatml):

@@ -134,6 +134,30 @@ def test_what_is_left_out_is_counted(masker, caplog):
         PairDataset([good], masker, 1)
 
 
+def test_what_was_made_of_a_row_is_counted_by_pairs(masker, caplog):
+    rows = [
+        {"prompt": "Q:", "chosen": "Q: yes", "rejected": "Q: no"},
+        {"chosen": "hi I am", "rejected": "hi I will"},
+        {"prompt": MESSAGES, "chosen": [said("yes")], "rejected": [said("no"), *MESSAGES, said("")]},
+    ]
+    report = PairDataset([parse_row(r)[1] for r in rows], masker, 64).report
+    assert (report.pairs, report.prompt_repeated, report.prompt_guessed, report.empty_answer) == (3, 1, 1, 1)
+    assert "prompt_guessed=1" in caplog.text
+
+
+def test_pairs_of_unequal_length_that_answer_no_one_prompt_are_bad_rows(rows_file, masker):
+    longer = [*MESSAGES, said("x"), *MESSAGES, said("z")]
+    path = rows_file(
+        [{"chosen": longer, "rejected": longer[:2]}, {"chosen": longer, "rejected": [*MESSAGES, said("y")]}]
+    )
+    with pytest.raises(DataError, match=r"chats.jsonl:1: rejected is how chosen begins"):
+        list(read_pairs(registry.build("source", {"name": "chat", "path": path})))
+    source = registry.build("source", {"name": "chat", "path": path, "skip_bad_rows": True})
+    (pair,) = PairDataset(read_pairs(source), masker, 64)
+    heads = [side.ids[: int((side.weights > 0).argmax())].tolist() for side in pair]
+    assert heads[0] == heads[1], "two prompts"
+
+
 def test_the_loader_sees_every_pair_once_an_epoch_on_any_ranks_and_resumes(dataset):
     def ids(world, steps=6, state=None):
         loaders = [PairLoader(dataset, 4, seed=1, rank=r, world_size=world) for r in range(world)]

@@ -31,6 +31,10 @@ class Report:
     untrained: int = 0  # dropped, because no token of it is a target
     spells_special: int = 0  # a message spells a special token
     crossing: int = 0  # a token reaches over the beginning of the target, and is not trained on
+    empty_answer: int = 0  # an answer that is trained on says nothing
+    prompt_repeated: int = 0  # both answers of a pair began with its prompt, which was taken away
+    prompt_guessed: int = 0  # texts without prompt or a mark such as Assistant:
+    date: str | None = None  # what the template takes for today, where it asks
     bad: int = 0  # unusable rows, skipped
     bad_samples: list[str] = field(default_factory=list)
     formats: Counter[str] = field(default_factory=Counter)
@@ -58,9 +62,17 @@ def describe(report: dict[str, Any], max_length: int) -> str:
         ("untrained", "dropped without a token to train on"),
         ("spells_special", "spell a special token, which stays text"),
         ("crossing", "whose first token of the target is half the prompt's, and not trained on"),
+        ("empty_answer", "with an empty answer, which trains the model to say nothing"),
+        ("prompt_repeated", "repeat the prompt in both answers, from which it was taken away"),
+        (
+            "prompt_guessed",
+            "with no prompt and no mark such as Assistant:, so the words that both answers begin with are the prompt",
+        ),
     ):
         if report.get(key):
             parts.append(f"{report[key]} {words}")
+    if report.get("date"):
+        parts.append(f"to the chat template the date is {report['date']} (date)")
     if report["bad"]:
         parts.append(f"{report['bad']} unusable rows skipped, e.g. {report['bad_samples'][0]}")
     return "; ".join(parts)

@@ -17,6 +17,7 @@ JSON text become objects, as templates expect them. ``weight`` of an assistant's
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -66,6 +67,11 @@ class Conversation:
         """Numbers of the assistant's messages."""
         return [i for i, m in enumerate(self.messages) if m["role"] == "assistant"]
 
+    def is_empty(self, i: int) -> bool:
+        """Whether message ``i`` says nothing, calls nothing and thinks nothing."""
+        m = self.messages[i]
+        return not (m["content"].strip() or m.get("tool_calls") or m.get("reasoning_content"))
+
     @property
     def text(self) -> str:
         """What a tokenizer may be trained on: all that was said, without any template."""
@@ -91,10 +97,15 @@ class TextPair:
 
 @dataclass
 class Preference:
-    """Two answers to one prompt."""
+    """Two answers to one prompt.
+
+    ``notes`` says how its prompt was found where the row left that open: prompt_repeated (both answers began with it
+    once more, which was taken away) or prompt_guessed (there is none, and no mark such as ``Assistant:``).
+    """
 
     chosen: Conversation | TextPair
     rejected: Conversation | TextPair
+    notes: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
@@ -142,8 +153,7 @@ def _check(example: Example) -> None:
             raise DataError("has no message")
         if not example.answers:
             raise DataError("has no assistant turn, so there is nothing to learn from it")
-        spoken = [example.messages[i] for i in example.answers]
-        if not any(m["content"].strip() or m.get("tool_calls") or m.get("reasoning_content") for m in spoken):
+        if all(example.is_empty(i) for i in example.answers):
             raise DataError("has only empty assistant turns")
 
 
@@ -315,35 +325,92 @@ def _joined(row: Mapping[str, Any], prompt: Any, key: str) -> Conversation | Tex
 
 
 def _preference_row(row: Mapping[str, Any]) -> Preference:
-    sides = []
-    for key in ("chosen", "rejected"):
-        prompt = row.get("prompt")
-        if prompt is None:
-            other = row["rejected" if key == "chosen" else "chosen"]
-            prompt, answer = _shared(row[key], other)
-            sides.append(_joined({**row, key: answer}, prompt, key))
-        elif isinstance(row[key], list) and _begins_with(row[key], prompt):
-            # Many sets repeat the prompt in both answers.
-            talk = _conversation(row[key], row, key)
-            known = len(talk.messages) - _turns_behind(row[key], prompt)
-            sides.append(Conversation(talk.messages, talk.tools, [0.0] * known + talk.weights[known:]))
-        else:
-            sides.append(_joined(row, prompt, key))
-    return Preference(*sides)
-
-
-def _shared(mine: Any, other: Any) -> tuple[Any, Any]:
-    """What two answers begin with alike, and how ``mine`` goes on."""
-    if type(mine) is not type(other) or not isinstance(mine, str | list):
+    chosen, rejected, prompt = row["chosen"], row["rejected"], row.get("prompt")
+    if isinstance(chosen, str) and isinstance(rejected, str) and (prompt is None or isinstance(prompt, str)):
+        return _text_preference(prompt, chosen, rejected)
+    if prompt is None:
+        n = _shared(chosen, rejected)
+        sides = [_joined({**row, key: row[key][n:]}, row[key][:n], key) for key in ("chosen", "rejected")]
+    else:
+        sides = [_behind_prompt(row, prompt, key) for key in ("chosen", "rejected")]
+    one, other = sides
+    if not isinstance(one, Conversation) or not isinstance(other, Conversation):
         raise DataError("chosen and rejected should both be texts or both be lists of messages")
-    if isinstance(mine, str):
-        # At a word's end: else "yes" and "yet" would share the prompt "ye".
-        n = next((i for i, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b), min(len(mine), len(other)))
-        n = max(mine.rfind(" ", 0, n), mine.rfind("\n", 0, n) + 1, 0)
-        return mine[:n], mine[n:]
-    n = next((i for i, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b), min(len(mine), len(other)))
-    n = min(n, len(mine) - 1)
-    return mine[:n], mine[n:]
+    _check_one_prompt(one.messages, other.messages)
+    return Preference(one, other)
+
+
+def _behind_prompt(row: Mapping[str, Any], prompt: Any, key: str) -> Conversation | TextPair:
+    if not isinstance(row[key], list) or not _begins_with(row[key], prompt):
+        return _joined(row, prompt, key)
+    # Many sets repeat the prompt in both answers.
+    talk = _conversation(row[key], row, key)
+    known = len(talk.messages) - _turns_behind(row[key], prompt)
+    return Conversation(talk.messages, talk.tools, [0.0] * known + talk.weights[known:])
+
+
+def _shared(chosen: Any, rejected: Any) -> int:
+    """How many messages both begin with, the last one of either not counted: it is an answer."""
+    if not isinstance(chosen, list) or not isinstance(rejected, list):
+        raise DataError("chosen and rejected should both be texts or both be lists of messages")
+    return max(min(_alike(chosen, rejected), len(chosen) - 1, len(rejected) - 1), 0)
+
+
+def _alike(a: Sequence[Any], b: Sequence[Any]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _check_one_prompt(chosen: list[Message], rejected: list[Message]) -> None:
+    n = _alike(chosen, rejected)
+    if n == len(chosen) == len(rejected):
+        return  # the same answer twice, which is counted where pairs are made
+    if n in (len(chosen), len(rejected)):
+        short, long = ("chosen", "rejected") if n == len(chosen) else ("rejected", "chosen")
+        raise DataError(f"{short} is how {long} begins, so they are no two answers to one prompt")
+    if {chosen[n]["role"], rejected[n]["role"]} != {"assistant"}:
+        raise DataError(
+            f"chosen and rejected part at message {n}, which is not the assistant's: they answer different prompts"
+        )
+
+
+# Where an answer begins in a text, the surest kind first. A line's end behind a mark belongs to it, a space does not:
+# most tokens begin with one.
+_MARKS = tuple(
+    re.compile(rf"(?:{mark})(?:[ \t]*\n+)?", re.MULTILINE)
+    for mark in (
+        r"(?:^|(?<=\s))(?:#+ ?)?(?:Assistant|ASSISTANT|AI|Bot|GPT) ?:|^(?:assistant|ai|bot|gpt|model) ?:|\[/INST\]",
+        r"<\|assistant\|>|<\|im_start\|>assistant|<\|start_header_id\|>assistant<\|end_header_id\|>",
+        r"^(?:#+ ?)?(?:Answer|ANSWER|Response|RESPONSE|Output|OUTPUT) ?:",
+        r"(?:^|(?<=\s))Q ?:(?s:.*)\sA ?:",
+    )
+)
+_ASKED = re.compile(r"^(?:#+ ?)?(?:Human|HUMAN|User|USER) ?:", re.MULTILINE)
+
+
+def _text_preference(prompt: str | None, chosen: str, rejected: str) -> Preference:
+    """Where a prompt is given it ends there; else behind the last mark of an answer that both texts begin with, or,
+    without such a mark, before the first word that differs."""
+    notes: tuple[str, ...] = ()
+    if prompt is None:
+        both = chosen[: _alike(chosen, rejected)]
+        n = next((found[-1].end() for mark in _MARKS if (found := list(mark.finditer(both)))), None)
+        if n is not None and _ASKED.search(both, n):
+            raise DataError("chosen and rejected part within what the user says: they answer different prompts")
+        if n is None:
+            # At a word's end: else "yes" and "yet" would share the prompt "ye".
+            n = max(both.rfind(" "), both.rfind("\n") + 1, 0)
+            notes = ("prompt_guessed",) if n else ()
+        prompt, chosen, rejected = both[:n], chosen[n:], rejected[n:]
+    elif prompt and all(_repeats(side, prompt) for side in (chosen, rejected)):
+        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+        notes = ("prompt_repeated",)
+    return Preference(TextPair(prompt, chosen), TextPair(prompt, rejected), notes)
+
+
+def _repeats(answer: str, prompt: str) -> bool:
+    """Whether ``answer`` begins with ``prompt`` and not only with letters that are also the beginning of a word."""
+    joint = prompt[-1] + answer[len(prompt) : len(prompt) + 1]
+    return answer.startswith(prompt) and not (joint.isascii() and joint.isalnum() and len(joint) == 2)
 
 
 def _begins_with(messages: list[Any], prompt: Any) -> bool:

@@ -15,14 +15,16 @@ encoded apart there, as it is in use: the model is given the prompt's ids and ma
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import datetime as dt
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from trainwright.core.errors import DataError, ModelError
 from trainwright.data.chat.conversation import Conversation, Example, Preference, TextPair
-from trainwright.data.chat.template import ChatTemplate, Span, _encode_cut
+from trainwright.data.chat.template import DATE, ChatTemplate, Span, _encode_cut
+from trainwright.data.chat.tools import check_tools
 from trainwright.data.tokenizers.base import Tokenizer
 
 TrainOn = Literal["all", "last"]
@@ -41,6 +43,7 @@ class Encoded:
     weights: np.ndarray
     spells_special: bool = False  # a message spells a special token; it is text all the same
     crossing: bool = False  # a token holds the end of the prompt and the beginning of the target
+    notes: tuple[str, ...] = ()  # counts of a report that it belongs to (empty_answer, ...)
 
     @property
     def trained(self) -> int:
@@ -55,14 +58,26 @@ class Masker:
     train_end_of_turn  see to it that the model learns to stop: the token that the template puts right behind an answer
                        is trained on though its marks leave it out, and EOS is put behind the last answer where the
                        template ends it with no special token
+    date               the day that it is to a template which writes the date
     """
 
-    def __init__(self, tokenizer: Tokenizer, train_on: TrainOn = "all", train_end_of_turn: bool = True):
-        self.tokenizer, self.train_on, self.train_end_of_turn = tokenizer, train_on, train_end_of_turn
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        train_on: TrainOn = "all",
+        train_end_of_turn: bool = True,
+        date: dt.date = DATE,
+    ):
+        self.tokenizer, self.train_on, self.train_end_of_turn, self.date = tokenizer, train_on, train_end_of_turn, date
         self._template: ChatTemplate | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_template": None}  # made where it arrives
+
+    @property
+    def date_written(self) -> str | None:
+        """The date that conversations bear, if the template asks what day it is."""
+        return str(self.date) if "strftime_now" in (self.tokenizer.chat_template or "") else None
 
     @property
     def template(self) -> ChatTemplate:
@@ -72,7 +87,7 @@ class Masker:
                     "the tokenizer has no chat template, which these conversations need; set tokenizer.chat_template, "
                     "or give rows of prompt and completion as plain text"
                 )
-            self._template = ChatTemplate(self.tokenizer)
+            self._template = ChatTemplate(self.tokenizer, self.date)
             if self._template.mute:
                 raise ModelError(
                     "the chat template leaves out what is said (it may be made for lists of parts, as those of models "
@@ -84,7 +99,8 @@ class Masker:
         """Raises DataError for an example that the template refuses or that has no answer to train on,
         :class:`UnstableTemplate`, and ModelError where there is no template."""
         if isinstance(example, Preference):
-            example = example.chosen
+            encoded = self(example.chosen)
+            return replace(encoded, notes=(*example.notes, *encoded.notes))
         return self._pair(example) if isinstance(example, TextPair) else self._conversation(example)
 
     def _pair(self, pair: TextPair) -> Encoded:
@@ -99,7 +115,11 @@ class Masker:
             text, spans, factors = self._marked(talk) if template.marks else self._derived(talk)
         except ModelError as error:
             raise DataError(str(error)) from None
-        self._check_tools(talk, text)
+        check_tools(talk, template, text)
+        asked = [i for i in (talk.answers[-1:] if self.train_on == "last" else talk.answers) if talk.weights[i]]
+        # With a stretch for every answer the empty ones have theirs: the end of the turn.
+        each = len(spans) == len(talk.answers if template.marks else asked)
+        trained_empty = each and any(talk.is_empty(i) for i in asked)
         if self.train_on == "last":
             spans, factors = spans[-1:], factors[-1:]
         cuts = sorted({c for span in spans for c in span})
@@ -117,7 +137,8 @@ class Masker:
         if self.train_end_of_turn and self._ends_bare(talk, ids, spans, place):
             ids.append(self.tokenizer.eos_id)
             weights.append(factors[-1])
-        return _encoded(ids, weights, template.spells_special(text))
+        notes = ("empty_answer",) if trained_empty else ()
+        return replace(_encoded(ids, weights, template.spells_special(text)), notes=notes)
 
     def _ends_bare(self, talk: Conversation, ids: list[int], spans: list[Span], place: dict[int, int]) -> bool:
         """Whether the conversation ends with an answer that no special token ends."""
@@ -163,18 +184,6 @@ class Masker:
                 factors.append(talk.weights[i])
         return text, spans, factors
 
-    def _check_tools(self, talk: Conversation, text: str) -> None:
-        """A template that knows no tools leaves them out without a word, and the answers that call them are empty."""
-        calls = [c["function"]["name"] for m in talk.messages for c in m.get("tool_calls", [])]
-        names = [str((t.get("function") or t).get("name", "")) for t in talk.tools or []]
-        for what, wanted in (("the tools", names), ("tool calls", calls)):
-            lost = [n for n in wanted if text.count(n) < wanted.count(n) + (names.count(n) if wanted is calls else 0)]
-            if lost:
-                raise DataError(
-                    f"the chat template leaves out {what} ({', '.join(lost[:3])}); set tokenizer.chat_template to one "
-                    "that knows tools"
-                )
-
     def _unstable(self, turn: int, what: str, expected: str, found: str) -> UnstableTemplate:
         part = next((k for k, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), len(found))
         a, b = (self.template.plain(t[max(part - 20, 0) : part + 20]) for t in (expected, found))
@@ -207,7 +216,7 @@ def fit(example: Encoded, max_length: int, too_long: TooLong) -> tuple[Encoded |
     if n > max_length and too_long == "drop":
         return None, "dropped"
     keep = slice(n - max_length, n) if n > max_length and too_long == "truncate_left" else slice(0, min(n, max_length))
-    short = Encoded(example.ids[keep], example.weights[keep], example.spells_special, example.crossing)
+    short = replace(example, ids=example.ids[keep], weights=example.weights[keep])
     if not short.trained:
         return None, "cut_before_answer"
     return short, "whole" if n <= max_length else "cut"

@@ -46,6 +46,9 @@ class PairReport:
     cut: int = 0  # a side was shortened
     same: int = 0  # both answers are one text: nothing to prefer
     untrained: int = 0  # a side has no answer to train on
+    empty_answer: int = 0  # a side is trained on that says nothing
+    prompt_repeated: int = 0  # both texts began with the prompt, which was taken away
+    prompt_guessed: int = 0  # texts without prompt or a mark such as Assistant:
     bad: int = 0  # rows that are no pair, or that the template refuses
     bad_samples: list[str] = field(default_factory=list)
 
@@ -88,7 +91,7 @@ class PairDataset(torch.utils.data.Dataset[Pair]):
         if not self._pairs:
             raise DataError(f"no pair is left ({self.report})")
         lost = self.report.rows - self.report.pairs
-        if lost or self.report.cut:
+        if lost or self.report.cut or self.report.empty_answer or self.report.prompt_guessed:
             log.warning("preference pairs: %s", self.report)
 
     def _encode(self, example: Any, masker: Masker, too_long: TooLong) -> Pair | None:
@@ -113,6 +116,8 @@ class PairDataset(torch.utils.data.Dataset[Pair]):
             self.report.same += 1
             return None
         self.report.cut += "cut" in fates
+        for note in {*example.notes, *chosen.notes, *rejected.notes}:
+            setattr(self.report, note, getattr(self.report, note) + 1)
         return Pair(chosen, rejected)
 
     def __len__(self) -> int:

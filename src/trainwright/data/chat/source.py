@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from trainwright.core.errors import ConfigError, DataError, TrainwrightError
 from trainwright.data.cache import build_once
 from trainwright.data.chat.build import Item, Report, describe, encode_all, text_bytes
+from trainwright.data.chat.conversation import Conversation
 from trainwright.data.chat.masks import Masker, TooLong, UnstableTemplate, fit
 from trainwright.data.chat.shards import FractionalWeights, WeightedDataset, WeightedShardWriter
 from trainwright.data.shards import FORMAT
@@ -21,7 +22,7 @@ from trainwright.data.sources.base import Split
 from trainwright.data.tokenizers.base import Tokenizer
 
 log = logging.getLogger("trainwright")
-MASK_FORMAT = 1  # changes when the same rows would be given other tokens or weights
+MASK_FORMAT = 2  # changes when the same rows would be given other tokens or weights
 GROUP = 1024  # documents that are written at once
 
 
@@ -121,7 +122,8 @@ class ExampleSource(SplitSource, ABC):
 
         columns: tuple[list[Any], ...] = ([], [], [], [])
         done = 0
-        for (name, _, example), encoded in encode_all(items(), self._masker(tokenizer), num_proc):
+        masker = self._masker(tokenizer)
+        for (name, _, example), encoded in encode_all(items(), masker, num_proc):
             size = text_bytes(example)
             done += size
             if isinstance(encoded, TrainwrightError):
@@ -142,6 +144,10 @@ class ExampleSource(SplitSource, ABC):
             report.conversations += 1
             report.tokens += len(short.ids)
             report.trained += short.trained
+            for note in short.notes:
+                setattr(report, note, getattr(report, note) + 1)
+            if isinstance(getattr(example, "chosen", example), Conversation):
+                report.date = masker.date_written
             for column, value in zip(columns, (short.ids, short.weights, name, size), strict=True):
                 column.append(value)
             if len(columns[0]) == GROUP:
@@ -171,6 +177,7 @@ class ExampleSource(SplitSource, ABC):
     def _tell(self, report: dict[str, Any], split: Split, limit: int) -> None:
         if not report.get("rows"):
             return
-        lost = any(report[k] for k in ("cut", "dropped", "cut_before_answer", "untrained", "bad"))
+        told = ("cut", "dropped", "cut_before_answer", "untrained", "bad", "empty_answer", "prompt_guessed")
+        lost = any(report.get(k) for k in told)
         say = log.warning if lost else log.info
         say("source %s, %s: %s", self.label, split, describe(report, limit))

@@ -5,10 +5,10 @@ Text of a message that spells a special token stays text: no message can end a t
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
 from trainwright.core.errors import DataError, ModelError
@@ -20,6 +20,12 @@ GUARD, OPEN, CLOSE = "\ufdd0", "\ufdd1", "\ufdd2"
 _OURS = re.compile(f"[{GUARD}{OPEN}{CLOSE}]")
 _MARKS = re.compile(f"[{OPEN}{CLOSE}]")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+# What the date is in training data, unless a recipe says another: the same rows have to give the same tokens every day.
+# Llama 3's templates fall back to this one where they know none.
+DATE = dt.date(2024, 7, 26)
+# Keys that templates look for by name; any other may hold what a special token is spelt by.
+_FIELDS = {"role", "content", "tool_calls", "type", "function", "name", "arguments", "id", "description", "parameters"}
 
 Span = tuple[int, int]  # of characters
 
@@ -38,10 +44,11 @@ class ChatTemplate:
     marks       whether the template says by ``{% generation %}`` what the assistant writes
     ending      the special tokens that it puts right behind the last answer; a model is stopped by the first
     mute        whether it leaves out what is said (it may want lists of parts, as those of image models do)
+    ``date`` is the day that it is to the template, None the present one; it stays so for as long as the object lives.
     Raises ModelError where the tokenizer has no template or it is not valid Jinja.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, date: dt.date | None = None):
         import jinja2
 
         if not tokenizer.chat_template:
@@ -59,8 +66,9 @@ class ChatTemplate:
         ordered = sorted(self.special, key=len, reverse=True)
         self._special = re.compile("|".join(re.escape(t) for t in ordered)) if ordered else None
         self.marks = bool(_GENERATION.search(tokenizer.chat_template))
+        now = dt.datetime.now() if date is None else dt.datetime.combine(date, dt.time())
         try:
-            self._template = _environment().from_string(tokenizer.chat_template)
+            self._template = _environment(now).from_string(tokenizer.chat_template)
         except jinja2.TemplateError as error:
             raise ModelError(f"the chat template is not valid: {error}") from None
         self.ending: list[int] = []
@@ -206,10 +214,13 @@ def _encode_cut(tokenizer: Tokenizer, text: str, cuts: Sequence[int]) -> tuple[l
 
 
 def _each_text(value: Any, change: Callable[[str], str]) -> Any:
+    """Texts changed, of values and of keys: those of arguments and schemas come from the data too."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {k: _each_text(v, change) for k, v in value.items()}
+        return {
+            change(k) if isinstance(k, str) and k not in _FIELDS else k: _each_text(v, change) for k, v in value.items()
+        }
     return [_each_text(v, change) for v in value] if isinstance(value, list | tuple) else value
 
 
@@ -234,7 +245,7 @@ def _without_marks(text: str) -> tuple[str, list[Span]]:
     return "".join([*parts, text[at:]]), [s for s in spans if s[0] < s[1]]
 
 
-def _environment() -> Any:
+def _environment(now: dt.datetime) -> Any:
     """Jinja as transformers sets it up for chat templates, so that a template gives the same text here."""
     import jinja2
     from jinja2.ext import Extension
@@ -271,5 +282,5 @@ def _environment() -> Any:
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["strftime_now"] = now.strftime
     return environment

@@ -6,6 +6,7 @@ Rows are told apart by their keys (data/chat/conversation.py), rendered by the t
 
 from __future__ import annotations
 
+import datetime as dt
 from collections import Counter
 from collections.abc import Iterator
 from typing import ClassVar
@@ -18,6 +19,7 @@ from trainwright.data.chat.conversation import Format, parse_row
 from trainwright.data.chat.files import read_rows
 from trainwright.data.chat.masks import Masker, TooLong, TrainOn
 from trainwright.data.chat.source import ExampleSource
+from trainwright.data.chat.template import DATE
 from trainwright.data.sources._files import FileSource, SourceFile, checked_text
 from trainwright.data.sources.base import Document, Split
 from trainwright.data.tokenizers.base import Tokenizer
@@ -39,6 +41,11 @@ class ChatSource(ExampleSource, FileSource):
         True,
         description="Train on the end of an answer also where the template's marks leave it out, and put EOS behind "
         "the last one where the template ends it with nothing.",
+    )
+    date: dt.date = Field(
+        DATE,
+        description="What day it is to a chat template that writes the date; fixed, so that the same rows give the "
+        "same tokens every day.",
     )
     max_length: PositiveInt | None = Field(
         None, description="Most tokens of a conversation; null: what a row holds (train.seq_len)."
@@ -84,4 +91,4 @@ class ChatSource(ExampleSource, FileSource):
         yield from super()._filled(split)
 
     def _masker(self, tokenizer: Tokenizer) -> Masker:
-        return Masker(tokenizer, self.train_on, self.train_end_of_turn)
+        return Masker(tokenizer, self.train_on, self.train_end_of_turn, self.date)
