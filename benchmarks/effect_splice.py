@@ -159,7 +159,7 @@ def run(quick: bool) -> dict[str, Any]:
             model = train(rows, tokenizer.vocab_size, seed, steps, quick)
             figures["loss"].append(halves(model, validation[:8] if quick else validation[:200]))
         result["ways"][name] = figures
-    result["steps"], result["index"] = steps, index_speed(300 if quick else 100_000)
+    result["steps"], result["index"] = steps, index_speed(300 if quick else 20_000)
     return result
 
 

@@ -26,8 +26,8 @@ class FakePool(Pool):
                 curve=[[0, 0.0, 5.5], [tokens, 60.0, loss]], steps=10, tokens=tokens, seconds=60.0, tokens_per_s=1e3,
                 peak_memory_bytes=2**28, optimizer_state_bytes=size, params=1000, weights_digest=f"w{trial.seed}",
                 data_digest=f"d{trial.seed}", probes=probes,
-                environment={"trainwright": "0", "torch": "2", "python": "3", "device": "cpu", "threads": 2,
-                             "device_name": "a CPU", "compute_dtype": "float32"},
+                environment={"trainwright": "0", "code": "c0de", "torch": "2", "python": "3", "device": "cpu",
+                             "threads": 2, "device_name": "a CPU", "compute_dtype": "float32"},
             )  # fmt: skip
             if on_trial is not None:
                 on_trial(trial, out[trial.key], False)

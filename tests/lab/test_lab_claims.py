@@ -1,6 +1,7 @@
 """Claims: their files, what is run for them, results, table. Trials are made up, see conftest."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from trainwright.cli import run as cli
 from trainwright.core.errors import ConfigError
 from trainwright.lab import compare, load_claim, load_claims, run_claim
 from trainwright.lab.arms import Arm
+from trainwright.lab.budget import Budget
 from trainwright.lab.claim_run import plan_claim
 
 SAMPLE = Path(__file__).parent / "claims" / "T001_muon.yaml"
@@ -66,6 +68,7 @@ def test_result_and_verdict(folder, fake_pool, tmp_path):
     low, high = result["checks"][0]["measured_ci95"]
     assert low < -0.1995 < high < 0
     assert result["machine"] == "2 CPU cores (a CPU), fp32" and result["versions"]["torch"] == "2"
+    assert result["versions"]["code"] == "c0de", "that of the trials"
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", result["date"])
     assert result["command"].startswith("trainwright claims run T001")
     edit(folder / SAMPLE.name, checks=yaml.safe_load(SAMPLE.read_text())["checks"][:2])
@@ -73,6 +76,46 @@ def test_result_and_verdict(folder, fake_pool, tmp_path):
     edit(folder / SAMPLE.name, seeds=1)
     one = run_claim(load_claim(folder / SAMPLE.name), trials=tmp_path / "t", results=None)
     assert one["verdict"] == "shown (one seed)" and one["checks"][0]["measured_ci95"] is None
+
+
+def test_an_arm_of_a_share_of_the_budget(folder, fake_pool, tmp_path):
+    data = yaml.safe_load((folder / SAMPLE.name).read_text())
+    whole = load_claim(folder / SAMPLE.name).digest
+    data["arms"][3] |= {"share": 0.5}
+    edit(folder / SAMPLE.name, arms=data["arms"])
+    claim = load_claim(folder / SAMPLE.name)
+    assert claim.digest != whole
+    result = run_claim(claim, trials=tmp_path / "trials", results=None)
+    assert "adamw again: trained for 0.5 of the budget" in result["notes"]
+    by_name = {a["name"]: {s["tokens"] for s in a["seeds"]} for a in result["arms"]}
+    assert by_name["adamw"] == {5120} and by_name["adamw again"] == {2560}
+    for wrong in (0, 1.5):
+        data["arms"][3]["share"] = wrong
+        edit(folder / SAMPLE.name, arms=data["arms"])
+        with pytest.raises(ConfigError, match="share"):
+            load_claim(folder / SAMPLE.name)
+    data["arms"][3]["share"] = 1.0
+    edit(folder / SAMPLE.name, arms=data["arms"])
+    assert load_claim(folder / SAMPLE.name).digest == whole, "what is the default need not be said"
+
+
+def test_the_spikes_of_spams_claim_fall_where_it_can_clip():
+    """At every length that tuning trains for; but for one, on purpose, in the arm that waits longer after a reset."""
+    claim = load_claim(Path(__file__).parents[2] / "claims" / "B075_spam.yaml")
+    recipe = yaml.safe_load(claim.source().read_text())
+    blind = {}
+    for arm in claim.arms:
+        settings = arm.set["optimizer"]
+        if settings["name"] != "spam":
+            continue
+        every, after = settings["reset_every"], settings.get("clip_after", 20)
+        for share in (0.25, 0.5, 1.0):
+            tokens = Budget.parse(claim.budget).share(share).length()["tokens"]
+            steps = claim.inject.spikes.at(math.ceil(tokens / recipe["train"]["global_batch_tokens"]))
+            blind[arm.name, share] = sum(t < after or t % every < after for t in steps)
+            assert len(steps) == 4
+    assert [blind["spam", share] for share in (0.25, 0.5, 1.0)] == [0, 0, 0]
+    assert blind["spam blind to one spike", 1.0] == 1, "it is not tuned, so only the whole run counts"
 
 
 def test_a_reference_that_leads_nowhere_is_found_before_anything_runs(folder, fake_pool, tmp_path):
@@ -111,13 +154,19 @@ def test_commands(folder, fake_pool, tmp_path, monkeypatch, capsys):
     assert "[18/18]" in said.err and (tmp_path / "trials/pages/T001/compare.html").is_file()
     count = len(fake_pool)
     assert cli(["claims", "run", "--all", *trials]) == 0 and len(fake_pool) == count, "what has a result is passed over"
+    assert ", of other code; --again judges it anew" in capsys.readouterr().err
     assert cli(["claims", "run", "muon", "--again", *trials]) == 0 and len(fake_pool) > count
     assert cli(["claims", "list"]) == 0 and "contradicted" in capsys.readouterr().out
     assert cli(["claims", "table"]) == 0
     text = page.read_text()
     assert "**contradicted**" in text and "ratio 0.625" in text and "`trainwright claims run T001`" in text
     assert "Anything about models and runs that are not tiny." in text
-    assert "| muon | method | optimizer.lr=0.02 |" in text
+    assert "| muon | method | optimizer.lr=0.02 |" in text and "trainwright 0.1.0, code c0de; " in text
+    path = folder / "results" / "T001.json"
+    old = json.loads(path.read_text())
+    del old["versions"]["code"]  # as results were before
+    path.write_text(json.dumps(old))
+    assert cli(["claims", "table"]) == 0 and "trainwright 0.1.0, code not recorded; " in page.read_text()
     edit(folder / SAMPLE.name, seeds=3)
     assert cli(["claims", "list"]) == 0 and "changed since" in capsys.readouterr().out
     bad = yaml.safe_load((folder / SAMPLE.name).read_text())

@@ -2,10 +2,12 @@
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import jsonschema
@@ -14,7 +16,7 @@ import pytest
 import yaml
 
 from trainwright.core.errors import ConfigError
-from trainwright.lab import Arm, TrialStore, compare
+from trainwright.lab import Arm, TrialStore, compare, identity
 from trainwright.lab.comparison import default_out, make_plan
 from trainwright.lab.pool import Pool, TimeIsUp
 from trainwright.lab.render import markdown
@@ -45,8 +47,22 @@ CONTRACT = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module", autouse=True)
+def still_source(tmp_path_factory):
+    """Trials are known by the source: all processes of these tests use one copy, which nobody edits meanwhile."""
+    copy = tmp_path_factory.mktemp("source")
+    package = Path(identity.__file__).parents[1]
+    shutil.copytree(package, copy / package.name, ignore=shutil.ignore_patterns("__pycache__"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(copy))
+        patch.setattr(identity, "__file__", str(copy / package.name / "lab" / "identity.py"))
+        identity.code_digest.cache_clear()
+        yield
+    identity.code_digest.cache_clear()
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory, corpus):
+def found(still_source, tmp_path_factory, corpus):
     """Two comparisons over one store that several tests look at: one with bad arms, then one with two seeds."""
     folder = tmp_path_factory.mktemp("comparison")
     data = {
@@ -87,8 +103,14 @@ def test_a_failing_and_a_diverging_arm_are_reported_and_the_others_go_on(found):
     assert "non_finite" in by_name["wild"]["error"] and by_name["wild"]["val_loss_mean"] is None
     assert "/no/such/folder" in by_name["broken"]["error"] and "\n" not in by_name["broken"]["error"]
     assert by_name["slower"]["verdict"] == "one seed: no interval" and by_name["slower"]["val_loss_ci95"] is None
+    assert by_name["wild"]["verdict"] == "diverged" and by_name["broken"]["verdict"] == "failed"
     text = markdown(found.bad)
     assert "| wild (diverged) |" in text and "| broken (failed) |" in text and "One seed: no interval" in text
+    reason = by_name["broken"]["error"]
+    assert f"- broken failed: {reason}\n" in text and reason not in text.partition("Baseline:")[0]
+    (alike,) = [n for n in found.bad.notes if n.startswith("same initial weights")]
+    assert alike.endswith(": wild, slower") and "first 2 batches" in alike
+    assert "initial weights and data order not checked for every seed: broken" in found.bad.notes
 
 
 def test_figures_of_every_arm(found):
@@ -102,7 +124,10 @@ def test_figures_of_every_arm(found):
     assert 0 < low < slower["difference_to_baseline"] < high and slower["verdict"] == "higher loss"
     assert slower["tokens_to_baseline_loss"] is None and base["tokens_to_baseline_loss"] <= 5120
     assert base["optimizer_state_bytes"] > 0 and base["tokens_per_s"] > 0 and base["peak_memory_bytes"] > 2**20
-    assert "same initial weights and same data order" in " ".join(found.good.notes)
+    assert "same initial weights and same data order in all arms, seed by seed (checked by digests" in " ".join(
+        found.good.notes
+    )
+    assert not any("shared hardware" in note for note in found.good.notes)
     results = found.good["base"].results
     assert results[7].weights_digest != results[8].weights_digest and results[7].data_digest != results[8].data_digest
 
@@ -128,6 +153,42 @@ def test_a_finished_trial_is_never_run_again(found):
     assert stamps == {p: p.stat().st_mtime_ns for p in stamps}
     difference = found.good["slower"].difference
     assert again.arms[0].name == "slower" and again["base"].difference == pytest.approx(-difference)
+
+
+def test_other_text_in_the_same_file_is_another_trial(recipe, tmp_path, monkeypatch):
+    def start(pool, trial, slot):
+        """In place of a training."""
+        folder = pool.store.folder(trial)
+        folder.mkdir(parents=True)
+        (folder / "spec.json").write_text(json.dumps(trial.spec(keep=False)))
+        (folder / "result.json").write_text('{"status": "ok", "val_loss": 1.5}')
+        return subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE)
+
+    monkeypatch.setattr(Pool, "_start", start)
+    text = tmp_path / "d.txt"
+    text.write_text("alpha = beta + 1\n\n" * 300)
+    data = recipe(**{"data.sources": [{"name": "text", "path": str(text), "separator": "blank_line"}]})
+
+    def lines():
+        said = []
+        arms = [Arm("base"), Arm("slower", {"optimizer.lr": 3e-4})]
+        compare(data, arms=arms, seeds=1, budget="tokens=512", trials=tmp_path / "trials", report=said.append)
+        return said
+
+    assert len(lines()) == 2 and sum("kept from before" in line for line in lines()) == 2
+    text.write_text("gamma = delta + 2\n\n" * 310)
+    again = lines()
+    assert again[0] == f"{tmp_path / 'trials'} holds 2 trials of the same recipes but of other data; they run anew"
+    assert len(again) == 3 and not any("kept from before" in line for line in again)
+    identity.code_digest.cache_clear()
+    monkeypatch.setattr(identity.importlib.metadata, "entry_points", lambda group: [Plugin])  # as if installed since
+    again = lines()
+    assert again[0].endswith("of other code; they run anew") and len(again) == 3
+    identity.code_digest.cache_clear()
+
+
+class Plugin:
+    value, dist = "a.plugin", None
 
 
 def test_pages(found):

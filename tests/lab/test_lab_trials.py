@@ -10,11 +10,11 @@ import torch
 
 from trainwright import RunConfig, Trainer
 from trainwright.core.errors import ConfigError
-from trainwright.lab import Budget
+from trainwright.lab import Budget, identity
 from trainwright.lab.injection import inject, parse_inject
 from trainwright.lab.probes import measure, parse_probe, rounded, stable_rank, truncated, validation_loss
 from trainwright.lab.trial import Trial, TrialResult, TrialStore, make_trial
-from trainwright.lab.worker import judge, main, pace, summarise
+from trainwright.lab.worker import dead_steps, judge, main, pace, summarise
 
 
 def trial_of(recipe, budget="tokens=2560", seed=7, **overrides):
@@ -34,12 +34,84 @@ def test_a_trial_is_known_by_what_decides_its_outcome(recipe):
         trial_of(recipe, "tokens=5120"),
         trial_of(recipe, **{"optimizer.lr": 2e-3}),
         trial_of(recipe, **{"evaluate.tokens": 512}),
-        Trial(one.recipe, {"spikes": {"factor": 10.0, "steps": [3]}}),
-        Trial(one.recipe, None, ("stable_rank",)),
+        Trial(one.recipe, {"spikes": {"factor": 10.0, "steps": [3]}}, (), one.inputs),
+        Trial(one.recipe, None, ("stable_rank",), one.inputs),
     ]
-    assert {t.key for t in same} == {one.key} and len({t.key for t in [one, *other]}) == 7
+    assert {t.key for t in same} == {one.key} and len({t.recipe_key for t in [one, *other]}) == 7
     again = json.loads(json.dumps(one.spec(keep=False)))  # as the worker reads it
     assert RunConfig.from_dict(again["recipe"]).to_dict() == one.recipe
+
+
+def test_a_trial_is_known_by_the_files_that_it_reads(recipe, tmp_path):
+    source, other, weights = tmp_path / "text.txt", tmp_path / "other.txt", tmp_path / "weights"
+    source.write_text("one two three\n" * 100)
+    other.write_text("one two three\n" * 100)
+    weights.mkdir()
+    (weights / "model.safetensors").write_bytes(b"0" * 8)
+    model = {"name": "pretrained", "path": str(weights)}
+
+    def key(**more):
+        return trial_of(recipe, **{"data.sources": [{"name": "text", "path": str(source)}], **more}).key
+
+    plain, tuned = key(), key(model=model)
+    assert key() == plain and key(model=model) == tuned != plain
+    (weights / "model.safetensors").write_bytes(b"0" * 9)
+    assert key() == plain and key(model=model) != tuned
+    source.write_text("four five six\n" * 100)
+    assert key() != plain
+    changed = key()
+    source.unlink()
+    assert key() not in (plain, changed), "the trial itself says that there is no data"
+
+
+def test_a_file_with_the_name_of_a_setting_is_no_input(recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = trial_of(recipe).key
+    for word in ("adamw", "decoder", "llama", "cpu", "fp32"):
+        (tmp_path / word).write_text("something else")
+    assert trial_of(recipe).key == before
+    folder = tmp_path / "teacher"
+    (folder / "sub").mkdir(parents=True)
+    config = RunConfig.from_dict(trial_of(recipe, model={"name": "pretrained", "path": "teacher"}).recipe)
+    assert identity.paths_in(config) == ["teacher"]
+    empty = identity.files_digest(config)
+    (folder / "sub" / "weights").write_text("1")
+    assert identity.files_digest(config) != empty
+
+
+def test_a_trial_is_known_by_the_code_that_runs_it(recipe, tmp_path, monkeypatch):
+    """A copy of the package, one of whose files is edited."""
+    package = tmp_path / "package"
+    (package / "lab").mkdir(parents=True)
+    (package / "optim.py").write_text("lr = 1\n")
+    monkeypatch.setattr(identity, "__file__", str(package / "lab" / "identity.py"))
+    before = identity.code_digest.__wrapped__()
+    assert identity.code_digest.__wrapped__() == before
+    (package / "notes.txt").write_text("no code\n")
+    assert identity.code_digest.__wrapped__() == before
+    (package / "optim.py").write_text("lr = 2\n")
+    after = identity.code_digest.__wrapped__()
+    assert after != before
+    monkeypatch.setattr(identity, "code_digest", lambda: before)
+    old = trial_of(recipe)
+    monkeypatch.setattr(identity, "code_digest", lambda: after)
+    new = trial_of(recipe)
+    assert new.recipe == old.recipe and new.recipe_key == old.recipe_key and new.key != old.key
+    store = TrialStore(tmp_path / "trials")
+    leave(store, old, TrialResult("ok", val_loss=1.0, environment={"code": before}))
+    assert store.finished(old) and store.finished(new) is None
+    assert store.others(new) == ["code"] and store.others(old) == []
+    leave(store, new, TrialResult("ok", val_loss=1.0, environment={"code": before}))
+    assert store.finished(new) is None, "the worker found other code than the comparison"
+    leave(store, new, TrialResult("failed", environment={"code": after}))
+    assert store.finished(new) is None and store.others(old) == [], "a failed one is no finding"
+
+
+def leave(store, trial, result):
+    folder = store.folder(trial)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "spec.json").write_text(json.dumps(trial.spec(keep=False)))
+    (folder / "result.json").write_text(json.dumps(result.to_dict()))
 
 
 def test_trials_are_light_and_validate_at_even_points(recipe):
@@ -118,7 +190,7 @@ def test_the_worker_leaves_a_result_and_does_not_run_a_finished_trial_again(reci
     store = TrialStore(tmp_path / "trials")
     folder = store.folder(trial)
     folder.mkdir(parents=True)
-    (folder / "spec.json").write_text(json.dumps(trial.spec(keep=False)))
+    (folder / "spec.json").write_text(json.dumps(trial.spec(keep=False, jobs=3)))
     assert store.result(trial) is None
     assert main([str(folder / "spec.json")]) == 0
     result = store.result(trial)
@@ -126,6 +198,7 @@ def test_the_worker_leaves_a_result_and_does_not_run_a_finished_trial_again(reci
     assert [p[0] for p in result.curve] == [256 * i for i in range(11)] and result.curve[0][1] == 0
     assert result.curve[-1][2] == result.val_loss and result.initial_val_loss == result.curve[0][2]
     assert result.optimizer_state_bytes > 0 and result.peak_memory_bytes > 2**20 and result.tokens_per_s > 0
+    assert result.jobs == 3 and result.environment["code"] == trial.inputs["code"] == identity.code_digest()
     assert not (folder / "run" / "checkpoints").exists() and (folder / "run" / "metrics.jsonl").is_file()
     stamp = (folder / "result.json").stat().st_mtime_ns
     assert main([str(folder / "spec.json")]) == 0 and (folder / "result.json").stat().st_mtime_ns == stamp
@@ -143,16 +216,41 @@ def test_by_the_clock_the_pace_of_the_first_steps_sets_the_validations():
 
 
 def test_judgement():
-    for kwargs, stopped, status in (
-        ({"val_loss": 2.0, "initial_val_loss": 5.0}, "", "ok"),
-        ({"val_loss": 5.0, "initial_val_loss": 5.0}, "", "diverged"),
-        ({"val_loss": math.nan, "initial_val_loss": 5.0}, "", "diverged"),
-        ({"val_loss": 2.0, "initial_val_loss": 5.0}, "stopped at step 3 by non_finite", "diverged"),
-        ({"initial_val_loss": 5.0}, "", "failed"),
+    for kwargs, stopped, dead, status in (
+        ({"val_loss": 2.0, "initial_val_loss": 5.0}, "", 0, "ok"),
+        ({"val_loss": 2.0, "initial_val_loss": 5.0}, "", 1, "ok"),  # a bad batch
+        ({"val_loss": 4.9, "initial_val_loss": 5.0}, "", 2, "diverged"),
+        ({"val_loss": 5.0, "initial_val_loss": 5.0}, "", 0, "diverged"),
+        ({"val_loss": math.nan, "initial_val_loss": 5.0}, "", 0, "diverged"),
+        ({"val_loss": 2.0, "initial_val_loss": 5.0}, "stopped at step 3 by non_finite", 0, "diverged"),
+        ({"initial_val_loss": 5.0}, "", 0, "failed"),
     ):
         result = TrialResult("", **kwargs)
-        judge(result, stopped)
+        judge(result, stopped, dead)
         assert result.status == status and bool(result.error) == (status != "ok")
+
+
+def test_steps_at_the_end_that_moved_nothing():
+    def rows(*norms, skip=()):
+        steps = [{"step": i, "loss": 1.0, "grad_norm": norm} for i, norm in enumerate(norms, 1)]
+        return [*steps, *({"event": "skip", "step": i} for i in skip), {"step": len(norms), "val_loss": 1.0}]
+
+    assert dead_steps(rows(1.0, 0.0, 2.0)) == 0 and dead_steps([]) == 0
+    assert dead_steps(rows(1.0, 0.0, 0.0)) == 2 and dead_steps(rows(1.0, 0.0, math.nan, skip=[3])) == 2
+    assert dead_steps(rows(1.0, 2.0, 3.0, skip=[1, 3])) == 1 and dead_steps(rows(None, None, skip=[2])) == 1
+
+
+def test_weights_that_blew_up_to_even_odds_have_diverged(recipe, tmp_path):
+    """Step 1 throws the weights so far out that all logits are 0: a finite loss of log 259, and no gradient."""
+    settings = {"optimizer": {"name": "sgd", "lr": 1e6, "weight_decay": 0}, "schedule": {"name": "constant"}}
+    trial = trial_of(recipe, **settings)
+    folder = tmp_path / "trials" / trial.key
+    folder.mkdir(parents=True)
+    (folder / "spec.json").write_text(json.dumps(trial.spec(keep=False)))
+    assert main([str(folder / "spec.json")]) == 0
+    result = TrialStore(tmp_path / "trials").result(trial)
+    assert result.val_loss == pytest.approx(math.log(259), abs=1e-3), "stuck, and finite"
+    assert result.status == "diverged" and "stuck" in result.error and result.steps == 10
 
 
 def test_figures_leave_out_what_a_rollback_undid_and_the_first_steps(tmp_path):

@@ -126,6 +126,22 @@ def test_an_arm_that_lost_at_the_edge_of_its_grid_decides_nothing():
         assert lost.outcome == NOT and "edge of the grid" in lost.reason
 
 
+def test_an_arm_that_lost_untuned_to_a_tuned_one_decides_nothing():
+    def outcome(ours, theirs, ours_tuned, theirs_tuned, role="method"):
+        a, b = arm("m", ours, role=role), arm("b", theirs)
+        a.tuning, b.tuning = [{"setting": {}}] * ours_tuned, [{"setting": {}}] * theirs_tuned
+        return evaluate(check(less_by=0), a, b)
+
+    worse, better = [2.1, 2.11, 2.09], [2.0, 2.0, 2.0]
+    for tuned in ((0, 0), (3, 3), (3, 0)):
+        assert outcome(worse, better, *tuned).outcome == AGAINST
+    for tuned in ((0, 0), (3, 3), (0, 3)):
+        assert outcome(better, worse, *tuned).outcome == SHOWN
+    for lost in (outcome(worse, better, 0, 3), outcome(better, worse, 3, 0)):
+        assert lost.outcome == NOT and "lost without being tuned" in lost.reason
+    assert outcome(worse, better, 0, 3, role="control").outcome == AGAINST, "a control is meant to be as it is"
+
+
 @pytest.mark.parametrize(
     ("outcomes", "verdict"),
     [

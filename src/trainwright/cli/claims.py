@@ -38,7 +38,7 @@ def run(
     """Run claims one after the other; those that have a result already are passed over."""
     from trainwright import __version__
     from trainwright.lab.claim import load_claims, pick
-    from trainwright.lab.claim_run import is_current, plan_claim, run_claim, stored_result
+    from trainwright.lab.claim_run import is_current, is_of_this_code, plan_claim, run_claim, stored_result
     from trainwright.lab.pool import TimeIsUp
 
     claims = load_claims(folder)
@@ -50,7 +50,8 @@ def run(
     for claim in chosen:
         old = stored_result(folder / "results", claim)
         if old is not None and is_current(old, claim) and not again and old["versions"]["trainwright"] == __version__:
-            report(f"{claim.id}: {old['verdict']} ({old['date']}; --again judges it anew)")
+            code = "" if is_of_this_code(old) else ", of other code"
+            report(f"{claim.id}: {old['verdict']} ({old['date']}{code}; --again judges it anew)")
         else:
             todo.append(claim)
     wrong = []

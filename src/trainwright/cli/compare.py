@@ -61,7 +61,7 @@ def show(c: Any) -> None:
     from rich.text import Text
 
     from trainwright.cli.output import out
-    from trainwright.lab.render import cells, has_tuning, headings, legend, title
+    from trainwright.lab.render import cells, has_tuning, headings, legend, reasons, title
 
     tuned = has_tuning(c)
     view = Table(title=title(c), title_justify="left", box=None, pad_edge=False, header_style="bold")
@@ -71,7 +71,7 @@ def show(c: Any) -> None:
         view.add_row(*map(Text, cells(a, tuned)))
     console = out()
     console.print(view)
-    for line in [*legend(c), *c.notes]:
+    for line in [*reasons(c), *legend(c), *c.notes]:
         console.print(Text(line))
 
 

@@ -22,12 +22,14 @@ class Arm:
           has there after its tuning (``"key"`` names another key of ARM; without ``times`` the value itself).
     tune  grids of its own; None: those of the comparison, {}: none. All tuned arms need the same number of points.
     role  method, base or control; for claims.
+    share of the budget that it trains for, with a schedule of that length; the tuning's shares are of this one.
     """
 
     name: str
     set: dict[str, Any] = field(default_factory=dict)
     tune: dict[str, Sequence[Any]] | None = None
     role: str = ""
+    share: float = 1.0
 
     @property
     def fixed(self) -> dict[str, Any]:
@@ -154,6 +156,9 @@ def check_arms(arms: Sequence[Arm]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"two arms are named {name!r}; give each a name of its own")
+    for arm in arms:
+        if not 0 < arm.share <= 1:
+            raise ConfigError(f"arm {arm.name!r}: should be above 0 and at most 1", key="share", value=arm.share)
     targets = {a.name: {r.of for r in a.references().values()} for a in arms}
     for name, of in targets.items():
         for other in of:

@@ -8,7 +8,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, PrivateAttr, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from trainwright.config.run_config import parse_yaml
 from trainwright.core.errors import ConfigError, nearest
@@ -41,13 +51,19 @@ class ClaimArm(Part):
     tune: dict[str, Any] | None = Field(
         None, description="Grid by key; a value {of: ARM, times: 1.25} takes ARM's tuned value instead."
     )
+    share: float = Field(1.0, gt=0, le=1, description="Of the budget that the arm trains for.")
+
+    @model_serializer(mode="wrap")
+    def _as_written(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without ``share`` where it is the whole budget: digests of claims are older than the field."""
+        return {k: v for k, v in whole(self).items() if k != "share" or v != 1.0}
 
     def arm(self) -> Arm:
         """A reference may stand under ``tune`` too: it is where a rate comes from."""
         tune = self.tune or {}
         taken = {k: v for k, v in tune.items() if is_reference(v)}
         grid: dict[str, Sequence[Any]] = {k: parse_grid(v, k) for k, v in tune.items() if k not in taken}
-        return Arm(self.name, {**self.set, **taken}, grid, self.role)
+        return Arm(self.name, {**self.set, **taken}, grid, self.role, self.share)
 
 
 class Check(Part):

@@ -13,6 +13,7 @@ from trainwright.config.run_config import read_recipe
 from trainwright.core.errors import ConfigError
 from trainwright.lab.claim import Claim
 from trainwright.lab.comparison import Comparison, Plan, Report, make_plan, run_plan
+from trainwright.lab.identity import code_digest
 from trainwright.lab.pool import Pool
 from trainwright.lab.render import write_json_file
 from trainwright.lab.trial import TrialStore
@@ -83,7 +84,8 @@ def result_of(claim: Claim, found: Comparison) -> dict[str, Any]:
         "cannot_show": claim.cannot_show,
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": command(claim),
-        "versions": {k: environment.get(k) for k in ("torch", "python")} | {"trainwright": __version__},
+        "versions": {k: environment.get(k) for k in ("torch", "python")}
+        | {"trainwright": __version__, "code": environment.get("code")},
         "machine": machine(environment),
         "seeds": found.seeds,
         "budget": claim.budget,
@@ -125,6 +127,11 @@ def stored_result(results: Path, claim: Claim) -> dict[str, Any] | None:
     if not isinstance(data, dict) or "verdict" not in data:
         raise ConfigError(f"{path} is no result of a claim; delete it and run the claim again")
     return data
+
+
+def is_of_this_code(result: dict[str, Any]) -> bool:
+    """Whether the package's source is still what the result was made with, as far as the result tells."""
+    return result["versions"].get("code") in (None, code_digest())
 
 
 def is_current(result: dict[str, Any], claim: Claim) -> bool:

@@ -19,7 +19,8 @@ HEAD = """# Claims
 What the papers claim, held against a small experiment that anyone can repeat. The verdict is computed from the
 measured values: *shown* when every check of the experiment holds (for losses the whole 95 % interval over the seeds),
 *contradicted* when an interval lies wholly on the other side, else *not shown at this scale*, which says as much about
-the scale as about the method. Written by `trainwright claims table`.
+the scale as about the method. Results name the digest of the package's source that they were made with (code); the same
+arm need not come to the same figures in results of different code. Written by `trainwright claims table`.
 """
 
 
@@ -105,7 +106,8 @@ def section(claim: Claim, result: dict[str, Any] | None) -> list[str]:
         "",
         *markdown_table(["arm", "role", "setting", "val loss", "optimizer state", "tokens/s", "status"], rows),
     ]
-    versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
+    made_with = {"code": "not recorded", **{k: v for k, v in result["versions"].items() if v}}
+    versions = ", ".join(f"{k} {made_with[k]}" for k in ("torch", "python", "trainwright", "code") if k in made_with)
     seeds = len(result["seeds"])
     lines += [
         "",

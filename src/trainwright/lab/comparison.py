@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from trainwright.core.errors import ConfigError, nearest
 from trainwright.lab.arms import Arm, Grid, check_arms, resolve, validated, value_at
 from trainwright.lab.arms import vary as product
 from trainwright.lab.budget import Budget
+from trainwright.lab.identity import Inputs, inputs_of, paths_in
 from trainwright.lab.pool import Pool
 from trainwright.lab.prepare import prepare
 from trainwright.lab.summary import ArmResult, summarise
@@ -85,19 +85,28 @@ class Plan:
     probes: tuple[Any, ...] = ()
     flops: dict[str, float] = field(default_factory=dict)  # per token, by arm
     untuned: list[str] = field(default_factory=list)  # arms that name a tuned setting themselves
+    known_inputs: dict[str, Inputs] = field(default_factory=dict, repr=False)  # by what of a recipe names files
 
     def trial(self, arm: Arm, settings: Mapping[str, Any], fraction: float, seed: int) -> Trial:
         """``settings``: what tuning or references add to the arm."""
         whole = fraction == 1.0
         return make_trial(
             resolve(self.base, {**arm.fixed, **settings}),
-            self.budget.share(fraction),
+            self.budget.share(fraction * arm.share),
             seed,
             device=self.device,
             flops_per_token=self.flops.get(arm.name),
             inject=self.inject,
             probes=self.probes if whole else (),
+            inputs=self._inputs,
         )
+
+    def _inputs(self, config: RunConfig) -> Inputs:
+        """Looked at once for all trials that name the same files: a source may be of thousands."""
+        key = json.dumps([[s.model_dump(mode="json") for s in config.data.sources], paths_in(config)])
+        if key not in self.known_inputs:
+            self.known_inputs[key] = inputs_of(config)
+        return self.known_inputs[key]
 
     @property
     def units(self) -> int:
@@ -243,7 +252,8 @@ def default_out(recipe: Path | None, plan: Plan) -> Path:
     """``runs/compare/<recipe>-<hash>``; seeds do not count, so that more of them go into the same folder."""
     whole = {
         "base": plan.base, "budget": str(plan.budget), "baseline": plan.baseline,
-        "arms": [[a.name, a.set] for a in plan.arms], "grids": {k: dict(v) for k, v in plan.grids.items()},
+        "arms": [[a.name, a.set, *([a.share] if a.share != 1 else [])] for a in plan.arms],
+        "grids": {k: dict(v) for k, v in plan.grids.items()},
     }  # fmt: skip
     digest = hashlib.blake2b(json.dumps(whole, sort_keys=True, default=str).encode(), digest_size=4).hexdigest()
     return Path("runs/compare") / f"{recipe.stem if recipe else 'quickstart'}-{digest}"
@@ -251,7 +261,7 @@ def default_out(recipe: Path | None, plan: Plan) -> Path:
 
 def run_plan(plan: Plan, pool: Pool, recipe: str, report: Report) -> Comparison:
     """Tune, train, summarise."""
-    lines = Lines(plan, report)
+    lines = Lines(plan, report, pool.store)
     by_name = {a.name: a for a in plan.arms}
     reasons: dict[str, str] = {}  # the first bad end of each arm's tuning
 
@@ -281,8 +291,7 @@ def run_plan(plan: Plan, pool: Pool, recipe: str, report: Report) -> Comparison:
     keys = {name: {seed: t.key for seed, t in each.items()} for name, each in trials.items()}
     arms, notes = summarise(plan, settings, tuned, reasons, results, keys)
     notes += [f"{name}: not tuned, since it names the setting itself" for name in plan.untuned]
-    if pool.jobs > 1:
-        notes.append(f"{pool.jobs} trials ran at the same time, so speeds are those of shared hardware")
+    notes += [f"{a.name}: trained for {a.share:g} of the budget" for a in plan.arms if a.share != 1]
     return Comparison(arms, plan.baseline, recipe, plan.budget, plan.seeds, pool.jobs, pool.store.root, notes)
 
 
@@ -331,15 +340,24 @@ def _words(settings: Mapping[str, Any]) -> str:
 class Lines:
     """One line for each finished trial, and which of how many."""
 
-    def __init__(self, plan: Plan, report: Report):
-        self.total, self.done, self.report = plan.units, 0, report
+    def __init__(self, plan: Plan, report: Report, store: TrialStore):
+        self.total, self.done, self.report, self.store = plan.units, 0, report, store
         self.users: dict[str, list[str]] = {}
-        self.started = time.monotonic()
+        self.passed_over = False  # trials of other code or data were found, and it was said
 
     def expect(self, trials: Sequence[tuple[Trial, str]]) -> None:
         self.users = {}
+        others: dict[str, list[str]] = {}
         for trial, name in trials:
             self.users.setdefault(trial.key, []).append(name)
+            if not self.passed_over and trial.key not in others and self.store.finished(trial) is None:
+                others[trial.key] = self.store.others(trial)
+        found = [what for what in others.values() if what]
+        if found:
+            self.passed_over = True
+            what = " and ".join(sorted({w for each in found for w in each}))
+            count = f"{len(found)} trial" + ("s" if len(found) > 1 else "")
+            self.report(f"{self.store.root} holds {count} of the same recipes but of other {what}; they run anew")
 
     def finished(self, trial: Trial, result: TrialResult, before: bool) -> None:
         from trainwright.train.progress import quantity

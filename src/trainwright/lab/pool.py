@@ -49,8 +49,8 @@ class Pool:
         results: dict[str, TrialResult] = {}
         waiting: list[Trial] = []
         for trial in {t.key: t for t in trials}.values():
-            found = self.store.result(trial)
-            if found is not None and found.finished:
+            found = self.store.finished(trial)
+            if found is not None:
                 results[trial.key] = found
                 if on_trial is not None:
                     on_trial(trial, found, True)
@@ -86,9 +86,8 @@ class Pool:
 
         folder = self.store.folder(trial)
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / "spec.json", trial.spec(self.keep))
-        old = self.store.result(trial)
-        if old is not None and not old.finished:
+        write_json(folder / "spec.json", trial.spec(self.keep, self.jobs))
+        if self.store.finished(trial) is None:
             (folder / "result.json").unlink(missing_ok=True)
         with (folder / "log.txt").open("ab") as log:
             return subprocess.Popen(

@@ -6,8 +6,9 @@ truncated_loss  validation loss with every hidden matrix cut to its best approxi
 rtn_loss        validation loss with every hidden matrix rounded to nearest: ``bits`` bits, asymmetric, one scale and
                 zero point for each ``group`` neighbours of a row (the last group of a row may be smaller)
 live_loss       validation loss of the weights as trained, where a run averages its weights
+peak_lr         rate of the hidden matrices before the schedule: with tuning, the one that was found
 
-All but the last look at the weights that validation uses: the averaged ones where there is an average.
+All but the last two look at the weights that validation uses: the averaged ones where there is an average.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from trainwright.core.params import NamedParam
 
 SETTINGS: dict[str, dict[str, int]] = {
     "stable_rank": {}, "weight_rms": {}, "truncated_loss": {"rank": 16}, "rtn_loss": {"bits": 3, "group": 128},
-    "live_loss": {},
+    "live_loss": {}, "peak_lr": {},
 }  # fmt: skip
 
 
@@ -113,7 +114,8 @@ def measure(trainer: Any, probes: Sequence[Any]) -> dict[str, float | None]:
     out: dict[str, float | None] = {}
     for value in probes:
         name, settings = parse_probe(value)
-        averaged = nullcontext() if trainer.average is None or name == "live_loss" else trainer.average.swapped()
+        as_trained = trainer.average is None or name in ("live_loss", "peak_lr")
+        averaged = nullcontext() if as_trained else trainer.average.swapped()
         with averaged:
             figure = _one(trainer, weights, name, settings)
         found = figure if figure is not None and math.isfinite(figure) else None
@@ -125,6 +127,8 @@ def measure(trainer: Any, probes: Sequence[Any]) -> dict[str, float | None]:
 def _one(trainer: Any, weights: list[Tensor], name: str, settings: dict[str, int]) -> float | None:
     if name == "live_loss":
         return validation_loss(trainer)
+    if name == "peak_lr":
+        return float(trainer.optimizer.param_groups[0]["initial_lr"])  # matrix methods step the matrices first
     if not weights:
         return None
     if name == "stable_rank":

@@ -30,14 +30,17 @@ def cells(a: ArmResult, tuned: bool) -> list[str]:
     """One row of the table, in the order of HEADINGS; with a column for the chosen setting behind the name."""
     name = a.name + ("" if a.status == "ok" else f" ({a.status})")
     row = [name, with_interval(a.val_loss_mean, a.val_loss_ci95)]
-    verdict = a.verdict if a.status == "ok" else f"{a.status}: {a.error}"
-    row += [with_interval(a.difference, a.difference_ci95, sign=True), verdict]
+    row += [with_interval(a.difference, a.difference_ci95, sign=True), a.verdict]
     row += [_or_dash(a.tokens_to_baseline, quantity), _or_dash(a.seconds_to_baseline, clock)]
     row += [_or_dash(a.tokens_per_s, quantity), _or_dash(a.peak_memory_bytes, memory)]
     row.append(_or_dash(a.optimizer_state_bytes, memory))
     if tuned:
-        row.insert(1, ", ".join(f"{k}={v:.6g}" if isinstance(v, float) else f"{k}={v}" for k, v in a.chosen.items()))
+        row.insert(1, _setting(a.chosen))
     return row
+
+
+def _setting(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{k}={v:.6g}" if isinstance(v, float) else f"{k}={v}" for k, v in settings.items())
 
 
 def headings(tuned: bool) -> list[str]:
@@ -72,11 +75,17 @@ def legend(c: Comparison) -> list[str]:
         lines.append("One seed: no interval, so no difference can be told from chance.")
     e = c.environment
     if e:
+        code = f" (code {e['code']})" if e.get("code") else ""
         lines.append(
             f"{e.get('device_name')}, {e.get('threads')} threads, {e.get('compute_dtype')}; "
-            f"trainwright {e.get('trainwright')}, torch {e.get('torch')}, Python {e.get('python')}."
+            f"trainwright {e.get('trainwright')}{code}, torch {e.get('torch')}, Python {e.get('python')}."
         )
     return lines
+
+
+def reasons(c: Comparison) -> list[str]:
+    """Why arms ended badly: too long for a cell of the table."""
+    return [f"{a.name} {a.status}: {a.error}" for a in c.arms if a.status != "ok"]
 
 
 def has_tuning(c: Comparison) -> bool:
@@ -88,7 +97,7 @@ def markdown(c: Comparison) -> str:
     lines = [f"# {title(c)}", ""]
     lines += markdown_table(headings(tuned), [cells(a, tuned) for a in c.arms])
     lines += ["", *(f"{line}  " for line in legend(c)), ""]
-    lines += [f"- {note}" for note in c.notes]
+    lines += [f"- {note}" for note in [*reasons(c), *c.notes]]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -125,6 +134,7 @@ def write_json_file(path: Path, value: Any) -> None:
 def html_page(c: Comparison) -> str:
     tuned = has_tuning(c)
     charts = [f for f in (forest(c), curves(c, 0, "tokens"), curves(c, 1, "seconds of training"), rates(c)) if f]
+    notes = [*reasons(c), *c.notes]
     head = "".join(f"<th>{escape(h)}</th>" for h in headings(tuned))
     rows = "".join("<tr>" + "".join(f"<td>{escape(v)}</td>" for v in cells(a, tuned)) + "</tr>" for a in c.arms)
     parts = [
@@ -132,7 +142,7 @@ def html_page(c: Comparison) -> str:
         f"<p class='quiet'>written {datetime.now(UTC).strftime('%Y-%m-%d %H:%M')} UTC</p>",
         f"<table><tr>{head}</tr>{rows}</table>",
         "".join(f"<p class='quiet'>{escape(line)}</p>" for line in legend(c)),
-        "<ul>" + "".join(f"<li>{escape(note)}</li>" for note in c.notes) + "</ul>" if c.notes else "",
+        "<ul>" + "".join(f"<li>{escape(note)}</li>" for note in notes) + "</ul>" if notes else "",
         places(charts),
         f"<details><summary>Figures</summary><pre>{escape(json.dumps(c.to_dict(), indent=1))}</pre></details>",
     ]
@@ -171,44 +181,71 @@ def curves(c: Comparison, axis: int, unit: str) -> dict[str, Any] | None:
 
 
 def forest(c: Comparison) -> dict[str, Any] | None:
-    """The paired differences to the baseline with their intervals."""
+    """The paired differences to the baseline with their intervals; arms that did not end well by their status."""
     shown = [a for a in c.arms if a.difference is not None][::-1]
     if not shown:
         return None
     trace: dict[str, Any] = {
         "type": "scatter", "mode": "markers", "x": [a.difference for a in shown], "y": [a.name for a in shown],
-        "marker": {"size": 9, "color": [colour(c, a) for a in shown]},
+        "marker": {"size": 9, "color": [colour(c, a) for a in shown]}, "showlegend": False,
     }  # fmt: skip
     if all(a.difference_ci95 for a in shown):
         half = [(a.difference_ci95[1] - a.difference_ci95[0]) / 2 if a.difference_ci95 else 0 for a in shown]
         trace["error_x"] = {"type": "data", "array": half, "thickness": 1.5}
+    traces = [trace]
+    if bad := [a for a in c.arms if a.status != "ok"][::-1]:
+        traces.append(
+            {
+                "type": "scatter", "mode": "text", "x": [0] * len(bad), "y": [a.name for a in bad],
+                "text": [a.status for a in bad], "textposition": "middle right", "showlegend": False,
+            }
+        )  # fmt: skip
     layout = _layout(f"Final validation loss less that of {c.baseline}", "nats per token; left is better", "")
     zero = {"xref": "x", "yref": "paper", "x0": 0, "x1": 0, "y0": 0, "y1": 1, "line": {"dash": "dot", "width": 1}}
     layout["shapes"] = [{"type": "line", **zero}]
-    return {"data": [trace], "layout": layout}
+    return {"data": traces, "layout": layout}
 
 
 def rates(c: Comparison) -> dict[str, Any] | None:
-    """What tuning saw: loss over the tuned number, a line for each arm and share of the budget."""
+    """What tuning saw: loss over the tuned setting, a line for each arm and share of the budget.
+
+    One number an arm is an axis, logarithmic where it spans a factor of ten or more above 0; anything else stands in
+    words, side by side.
+    """
+    settings = [t["setting"] for a in c.arms for t in a.tuning]
+    numbers = [v for s in settings for v in s.values() if isinstance(v, int | float) and not isinstance(v, bool)]
+    numeric = len(numbers) == len(settings) and all(len(s) == 1 for s in settings)
+
+    def place(setting: dict[str, Any]) -> Any:
+        return next(iter(setting.values())) if numeric else _setting(setting)
+
     traces = []
     for a in c.arms:
         for share in sorted({t["share_of_budget"] for t in a.tuning}):
-            points = sorted(
-                (next(iter(t["setting"].values())), t["val_loss"])
+            points = [
+                (place(t["setting"]), t["val_loss"])
                 for t in a.tuning
-                if t["share_of_budget"] == share
-                and len(t["setting"]) == 1
-                and isinstance(next(iter(t["setting"].values())), int | float)
-                and t["val_loss"] is not None
-            )
+                if t["share_of_budget"] == share and t["val_loss"] is not None
+            ]
+            if numeric:
+                points.sort()
             if points:
                 traces.append(
                     {
-                        "type": "scatter", "mode": "lines+markers", "name": f"{a.name}, {share:g} of the budget",
+                        "type": "scatter", "mode": "lines+markers" if numeric else "markers",
+                        "name": f"{a.name}, {share:g} of the budget",
                         "line": {"color": colour(c, a), "dash": "dot" if share < 0.5 else "dash"},
+                        "marker": {"color": colour(c, a), "symbol": "circle-open" if share < 0.5 else "circle"},
                         "x": [x for x, _ in points], "y": [y for _, y in points],
                     }
                 )  # fmt: skip
+    if not traces:
+        return None
     layout = _layout("Tuning", "tuned setting", "nats per token")
-    layout["xaxis"]["type"] = "log"
-    return {"data": traces, "layout": layout} if traces else None
+    if not numeric:
+        layout["xaxis"]["type"] = "category"  # else plotly takes words like 1e-3 or 2024-01 for numbers and dates
+    elif min(numbers) > 0 and max(numbers) >= 10 * min(numbers):
+        layout["xaxis"]["type"] = "log"
+    else:
+        layout["xaxis"]["type"] = "linear"
+    return {"data": traces, "layout": layout}

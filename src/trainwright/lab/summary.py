@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics as plain
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trainwright.lab.statistics import Interval, covers, first_reach, mean_interval, paired
-from trainwright.lab.trial import TrialResult
+from trainwright.lab.trial import BATCHES, TrialResult
 from trainwright.lab.tuning import Tuned
 
 if TYPE_CHECKING:
@@ -146,6 +147,10 @@ def _against(a: ArmResult, base: ArmResult, seeds: int) -> None:
     own, theirs = a.losses(), base.losses()
     if a is base:
         a.verdict = "baseline"
+    for bad in (a, base):
+        if bad.status != "ok":  # the seeds that are left would be a choice of the lucky ones
+            a.verdict = bad.status if bad is a else f"none: the baseline {bad.status}"
+            return
     differences = paired(own, theirs)
     if a is not base and not differences:
         a.verdict = "no seed in common with the baseline that ended well"
@@ -172,23 +177,7 @@ def _mean(values: list[float | None]) -> float | None:
 
 
 def _notes(arms: list[ArmResult], base: ArmResult) -> list[str]:
-    notes = []
-    differ: dict[str, list[str]] = {"data": [], "weights": []}
-    for a in arms:
-        for what in differ:
-            pairs = [
-                (getattr(r, f"{what}_digest"), getattr(base.results[seed], f"{what}_digest"))
-                for seed, r in a.results.items()
-                if seed in base.results
-            ]
-            if any(x and y and x != y for x, y in pairs):
-                differ[what].append(a.name)
-    if not any(differ.values()):
-        notes.append("same initial weights and same data order in all arms, seed by seed (checked by digest)")
-    if differ["weights"]:
-        notes.append(f"different initial weights than the baseline: {', '.join(differ['weights'])}")
-    if differ["data"]:
-        notes.append(f"different data order than the baseline: {', '.join(differ['data'])}")
+    notes = _starts(arms, base)
     for a in arms:
         if a.edge:
             notes.append(f"{a.name}: {a.edge}")
@@ -196,7 +185,51 @@ def _notes(arms: list[ArmResult], base: ArmResult) -> list[str]:
         back = sum(r.events.get("rollback", 0) for r in a.results.values())
         if a.status == "ok" and (skipped or back):
             notes.append(f"{a.name}: monitors skipped {skipped} steps and rolled back {back} times over all seeds")
-    machines = {(r.environment.get("device_name"), r.environment.get("threads")) for a in arms for r in a.good.values()}
-    if len(machines) > 1:
+    trials = {id(r): r for a in arms for r in a.good.values()}.values()  # arms that are equal share theirs
+    if len({(r.environment.get("device_name"), r.environment.get("threads")) for r in trials}) > 1:
         notes.append("trials ran on different machines or numbers of threads: compare speeds with care")
+    shared = [r.jobs for r in trials if r.jobs > 1]
+    if shared:
+        many = "all trials" if len(shared) == len(trials) else f"{len(shared)} of {len(trials)} trials"
+        notes.append(f"{many} ran up to {max(shared)} at the same time, so speeds are those of shared hardware")
+    codes = Counter(r.environment["code"] for r in trials if r.environment.get("code"))
+    if len(codes) > 1:
+        each = ", ".join(f"{code} ({n})" for code, n in sorted(codes.items()))
+        notes.append(f"the package's source changed while the trials ran: code {each}")
+    return notes
+
+
+def _starts(arms: list[ArmResult], base: ArmResult) -> list[str]:
+    """What the digests say of the arms' starts, seed by seed against the baseline's."""
+    differ: dict[str, list[str]] = {"weights": [], "data": []}
+    alike, unknown = [], []
+    for a in arms:
+        if a is base:
+            continue
+        pairs = {
+            what: [
+                (getattr(r, f"{what}_digest"), getattr(base.results.get(seed), f"{what}_digest", ""))
+                for seed, r in a.results.items()
+            ]
+            for what in differ
+        }
+        other = [what for what, each in pairs.items() if any(x and y and x != y for x, y in each)]
+        for what in other:
+            differ[what].append(a.name)
+        if not all(each and all(x and y for x, y in each) for each in pairs.values()):
+            unknown.append(a.name)
+        elif not other:
+            alike.append(a.name)
+    notes = []
+    checked = f"seed by seed (checked by digests of all weights and of the first {BATCHES} batches)"
+    if alike and not unknown and not any(differ.values()):
+        notes.append(f"same initial weights and same data order in all arms, {checked}")
+    elif alike:
+        notes.append(f"same initial weights and same data order as the baseline, {checked}: {', '.join(alike)}")
+    if differ["weights"]:
+        notes.append(f"different initial weights than the baseline: {', '.join(differ['weights'])}")
+    if differ["data"]:
+        notes.append(f"different data order than the baseline: {', '.join(differ['data'])}")
+    if unknown:
+        notes.append(f"initial weights and data order not checked for every seed: {', '.join(unknown)}")
     return notes

@@ -5,45 +5,65 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trainwright import __version__
 from trainwright.config.run_config import RunConfig, read_recipe
 from trainwright.lab.budget import Budget
+from trainwright.lab.identity import Inputs, inputs_of
 
 EVALUATIONS = 10  # points of the validation curve, besides the start
 LEAST_EVALUATION = 16_384  # tokens; fewer make the loss of a small model too noisy
+BATCHES = 2  # the first ones, whose digest shows that two trials get the same data in the same order
 CLOCK_EVALUATION = 65_536  # under a budget of seconds, whose tokens are not known beforehand
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One training: a resolved recipe (with seed and length), what is injected, what is probed at its end."""
+    """One training: a resolved recipe (with seed and length), what is injected, what is probed at its end.
+
+    ``inputs``: digests of what the recipe reads and of the code that runs it, see :mod:`trainwright.lab.identity`.
+    """
 
     recipe: dict[str, Any]
     inject: dict[str, Any] | None = None
     probes: tuple[Any, ...] = ()
+    inputs: Inputs = field(default_factory=dict)
 
     @cached_property
     def key(self) -> str:
-        """Hash of everything that decides the outcome; not of where it runs and what it logs."""
+        """Names everything that decides the outcome: the recipe, and behind it what it reads and what runs it."""
+        return f"{self.recipe_key}-{_hash(self.inputs, 5)}"
+
+    @cached_property
+    def recipe_key(self) -> str:
+        """Of the recipe alone; not of where it runs and what it logs."""
         recipe = {k: v for k, v in self.recipe.items() if k not in ("log", "checkpoint")}
         recipe["run"] = {k: v for k, v in recipe["run"].items() if k not in ("name", "dir", "overwrite")}
         recipe["data"] = {k: v for k, v in recipe["data"].items() if k not in ("cache_dir", "prefetch", "num_proc")}
-        whole = {"recipe": recipe, "inject": self.inject, "probes": list(self.probes), "version": __version__}
-        text = json.dumps(whole, sort_keys=True, default=str)
-        return hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
+        return _hash({"recipe": recipe, "inject": self.inject, "probes": list(self.probes)}, 10)
 
     @property
     def seed(self) -> int:
         return int(self.recipe["run"]["seed"])
 
-    def spec(self, keep: bool) -> dict[str, Any]:
-        return {"recipe": self.recipe, "inject": self.inject, "probes": list(self.probes), "keep": keep}
+    def spec(self, keep: bool, jobs: int = 1) -> dict[str, Any]:
+        return {
+            "recipe": self.recipe,
+            "inject": self.inject,
+            "probes": list(self.probes),
+            "keep": keep,
+            "jobs": jobs,
+            "inputs": self.inputs,
+        }
+
+
+def _hash(value: Any, size: int) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=size).hexdigest()
 
 
 def make_trial(
@@ -55,6 +75,7 @@ def make_trial(
     flops_per_token: float | None = None,
     inject: dict[str, Any] | None = None,
     probes: Sequence[Any] = (),
+    inputs: Callable[[RunConfig], Inputs] = inputs_of,
 ) -> Trial:
     """The trial of ``recipe`` (a mapping that RunConfig takes) under ``budget``.
 
@@ -83,7 +104,8 @@ def make_trial(
         "checkpoint": {"every": math.ceil(steps / 3) if steps else None, "minutes": 1.0, "keep": 1, "keep_best": False},
         "log": {"every": 1, "loggers": [], "progress": "none", "report": False},
     }  # fmt: skip
-    return Trial(RunConfig.from_dict(resolved).to_dict(), inject, tuple(probes))
+    whole = RunConfig.from_dict(resolved)
+    return Trial(whole.to_dict(), inject, tuple(probes), inputs(whole))
 
 
 @dataclass
@@ -109,6 +131,7 @@ class TrialResult:
     events: dict[str, int] = field(default_factory=dict)  # verdicts of the monitors: skip, rollback, stop
     probes: dict[str, float | None] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
+    jobs: int = 1  # trials that could run at the same time
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -141,6 +164,27 @@ class TrialStore:
     def result(self, trial: Trial) -> TrialResult | None:
         """What is stored of ``trial``, whole and finished or failed; None where there is nothing."""
         return read_result(self.folder(trial))
+
+    def finished(self, trial: Trial) -> TrialResult | None:
+        """A result that need not be made again: none that the source changed under, from trial to worker."""
+        found = self.result(trial)
+        if found is None or not found.finished:
+            return None
+        code = trial.inputs.get("code")
+        return found if found.environment.get("code", code) == code else None
+
+    def others(self, trial: Trial) -> list[str]:
+        """What differs, ``data``, ``code`` or ``torch``, in the likest finished trial of the same recipe; []: none."""
+        found: list[list[str]] = []
+        for folder in self.root.glob(f"{trial.recipe_key}-*"):
+            if folder.name == trial.key or (result := read_result(folder)) is None or not result.finished:
+                continue
+            try:
+                theirs = json.loads((folder / "spec.json").read_text("utf-8"))["inputs"]
+                found.append(sorted(what for what, digest in trial.inputs.items() if theirs.get(what) != digest))
+            except (OSError, ValueError, KeyError, AttributeError):
+                continue
+        return min(found, key=len, default=[])
 
 
 def read_result(folder: Path) -> TrialResult | None:

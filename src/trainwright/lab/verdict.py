@@ -5,8 +5,9 @@ A check compares ``arm`` with ``versus`` seed by seed: by the difference (arm le
 shown         the mean keeps the threshold, and for losses with two seeds or more the whole 95 % t interval does.
 contradicted  the interval lies wholly on the opposite side of no difference (0, or a ratio of 1), and of the
               threshold where that is a tolerance.
-not shown     otherwise; also where an arm failed or diverged, never reached the other's loss, or lost with its best
-              rate at the edge of its grid, as a better one may lie beyond.
+not shown     otherwise; also where an arm failed or diverged, never reached the other's loss, or lost by its loss
+              without a fair rate: with its best one at the edge of its grid, as a better one may lie beyond, or not
+              tuned at all against an arm that was. Arms with the role control are meant to be as they are.
 
 The claim is shown when every check is, contradicted when one is, and else "not shown at this scale".
 
@@ -85,14 +86,20 @@ def evaluate(check: Check, arm: ArmResult, versus: ArmResult) -> CheckResult:
     if len(whole) < len(pairs):
         return CheckResult(check, NOT_SHOWN, f"{check.quantity} was not measured")
     result = decide(check, whole)
+    if not is_loss(check.quantity):
+        return result
+    said = []
     edges = [a.name for a in (arm, versus) if a.edge]
-    if edges and is_loss(check.quantity):
-        said = f"{' and '.join(edges)} tuned to the edge of the grid"
-        result.reason = f"{result.reason}; {said}" if result.reason else said
-        # The arm that lost may have a better rate beyond its grid: then nothing is decided.
-        loser = {SHOWN: versus, CONTRADICTED: arm}.get(result.outcome)
-        if loser is not None and loser.edge and "loss" in check.quantity:
+    if edges:
+        said.append(f"{' and '.join(edges)} tuned to the edge of the grid")
+    loser, winner = {SHOWN: (versus, arm), CONTRADICTED: (arm, versus)}.get(result.outcome, (None, None))
+    if loser is not None and winner is not None and "loss" in check.quantity:
+        untuned = bool(winner.tuning) and not loser.tuning and loser.role != "control"
+        if untuned:
+            said.append(f"{loser.name} lost without being tuned, unlike {winner.name}")
+        if untuned or loser.edge:
             result.outcome = NOT_SHOWN
+    result.reason = "; ".join([*([result.reason] if result.reason else []), *said])
     return result
 
 

@@ -36,6 +36,7 @@ from trainwright.data.dataset import TokenDataset
 from trainwright.data.module import DataConfig, build_data
 from trainwright.data.packing import Pool
 from trainwright.lab.annealing import Anneal, Mix, Slot, anneal_config, batcher_for, check_tokenizer
+from trainwright.lab.identity import code_digest
 from trainwright.lab.statistics import Interval, mean_interval, paired
 from trainwright.train.run_dir import write_json
 from trainwright.train.runs import find_checkpoint, open_config
@@ -308,7 +309,7 @@ def _key(
     recipe = {k: v for k, v in config.to_dict().items() if k not in ("run", "log", "checkpoint")}
     whole = {
         "recipe": recipe, "checkpoint": meta, "start": rate["start_factor"], "steps": steps, "seed": seed,
-        "share": share, "arm": arm, "base": base.fingerprint, "version": __version__,
+        "share": share, "arm": arm, "base": base.fingerprint, "code": code_digest(),
         "slot": (base if arm == "default" else tried).fingerprint,
         "groups": {k: v.fingerprint for k, v in validation.items()},
     }  # fmt: skip

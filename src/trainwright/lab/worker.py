@@ -18,12 +18,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainwright.lab.trial import EVALUATIONS, TrialResult, read_result
+from trainwright.lab.identity import code_digest
+from trainwright.lab.trial import BATCHES, EVALUATIONS, TrialResult, read_result
 
 PACE_STEPS = 5  # steps before the pace of a run by the clock is believed
+STUCK = 2  # steps without effect at the end of a run; one alone may be a bad batch
 
 
 def main(arguments: list[str]) -> int:
+    code_digest()  # of what is imported from here on, not of what somebody writes meanwhile
     path = Path(arguments[0])
     if "--with-parent" in arguments:
         threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -72,6 +75,7 @@ def work(folder: Path) -> int:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
         kind = "" if getattr(error, "exit_code", None) else f"{type(error).__name__}: "
         result = TrialResult(status="failed", error=kind + lines[0])
+    result.jobs = int(spec.get("jobs", 1))
     result.wall_seconds = time.perf_counter() - started
     write_json(folder / "result.json", plain(result.to_dict()))
     if not spec.get("keep"):
@@ -94,6 +98,7 @@ def run(spec: dict[str, Any], folder: Path) -> TrialResult:
     from trainwright.core.hardware import memory_bytes
     from trainwright.lab.injection import inject
     from trainwright.lab.probes import measure
+    from trainwright.train.metrics import effective, read_metrics
 
     trainer = open_trainer(spec["recipe"], folder)
     digests = same_start(trainer, folder)
@@ -108,7 +113,7 @@ def run(spec: dict[str, Any], folder: Path) -> TrialResult:
     result.peak_memory_bytes, result.params = peak, trainer.model.num_params()
     result.weights_digest, result.data_digest = digests
     result.environment = describe(trainer)
-    judge(result, stopped)
+    judge(result, stopped, dead_steps(effective(read_metrics(folder / "run" / "metrics.jsonl", strict=False))))
     if result.status == "ok":
         result.probes = measure(trainer, spec.get("probes") or [])
     return result
@@ -133,7 +138,7 @@ def open_trainer(recipe: dict[str, Any], folder: Path) -> Any:
 
 
 def same_start(trainer: Any, folder: Path) -> tuple[str, str]:
-    """Digests of the initial weights and of the first two batches; of the first start where a run goes on."""
+    """Digests of the initial weights and of the first batches; of the first start where a run goes on."""
     import json
 
     from trainwright.train.run_dir import write_json
@@ -168,7 +173,7 @@ def data_digest(trainer: Any) -> str:
     digest = xxhash.xxh3_128()
     loader = trainer.data.train_loader(trainer.rows)  # rows are a function of data and seed, so a second loader is free
     try:
-        for _ in range(2):
+        for _ in range(BATCHES):
             batch = loader.next_batch()
             digest.update(batch.tokens.cpu().contiguous().numpy())
     except StopIteration:
@@ -226,8 +231,24 @@ def summarise(metrics: Path) -> TrialResult:
     return result
 
 
-def judge(result: TrialResult, stopped: str) -> None:
-    """ok, diverged (stopped, not finite, or no better than before training), or failed (no validation loss)."""
+def dead_steps(rows: list[dict[str, Any]]) -> int:
+    """Steps up to the last one that moved nothing: skipped by a monitor, or with a gradient of exactly zero or none."""
+    skipped = {r["step"] for r in rows if r.get("event") == "skip"}
+    count = 0
+    for r in reversed([r for r in rows if "loss" in r and "event" not in r]):
+        norm = r.get("grad_norm")
+        if r["step"] not in skipped and (norm is None or (math.isfinite(norm) and norm > 0)):
+            break
+        count += 1
+    return count
+
+
+def judge(result: TrialResult, stopped: str, dead: int = 0) -> None:
+    """ok, diverged (stopped, not finite, stuck, or no better than before training), or failed (no validation loss).
+
+    Stuck are weights that blew up so far that no gradient moves them any more, in the last ``dead`` steps. Their loss
+    may well be finite and below the initial one: where all logits came to 0 it is that of even odds for all tokens.
+    """
     loss, start = result.val_loss, result.initial_val_loss
     if stopped:
         result.status, result.error = "diverged", stopped
@@ -235,6 +256,9 @@ def judge(result: TrialResult, stopped: str) -> None:
         result.status, result.error = "failed", "no validation loss: the data has no validation documents"
     elif not math.isfinite(loss):
         result.status, result.error = "diverged", f"the final validation loss is {loss}"
+    elif dead >= STUCK:
+        result.status = "diverged"
+        result.error = f"the last {dead} steps had no gradient or were skipped; the loss is stuck at {loss:.4g}"
     elif start is not None and not loss < start:
         result.status = "diverged"
         result.error = f"final validation loss {loss:.4g} is not below the initial {start:.4g}"
@@ -254,6 +278,7 @@ def describe(trainer: Any) -> dict[str, Any]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     return {
         "trainwright": __version__,
+        "code": code_digest(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": device.type,
