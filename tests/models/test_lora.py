@@ -353,6 +353,56 @@ def test_peft_loads_the_adapter_and_computes_the_same(tmp_path, kind, settings):
         assert (logits(model) - got).abs().max() > 0.01
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("dora", [True, False])
+def test_gradients_steps_and_merged_weights_are_those_of_peft(tmp_path, kind, dora):
+    """PEFT trains the exported adapter as we do: the same gradients, weights after three steps of Adam, and merge."""
+    peft = pytest.importorskip("peft")
+    import transformers
+
+    path = hf_folder(tmp_path / "base", kind)
+    model = build("model", {"name": "hf", "path": path}).build(61, 32)
+    config = build("transform", {"name": "lora", "rank": 4, "alpha": 16, "dora": dora})
+    model = learned(config.apply(model))
+    save_adapter(model, tmp_path / "adapter", config, path)
+    theirs = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(path), tmp_path / "adapter", is_trainable=True
+    )
+    assert theirs.peft_config["default"].use_dora == dora
+    model.eval(), theirs.eval()  # GPT-2's own dropout
+    named = dict(theirs.named_parameters())
+
+    def pairs():
+        for name, layer in adapters(model):
+            prefix = f"base_model.model.{name.removeprefix('hf.')}"
+            yield layer.lora_a, named[f"{prefix}.lora_A.default.weight"]
+            yield layer.lora_b, named[f"{prefix}.lora_B.default.weight"]
+            if dora:
+                yield layer.lora_magnitude, named[f"{prefix}.lora_magnitude_vector.default.weight"]
+
+    both = list(pairs())
+    trained = {id(p) for p in theirs.parameters() if p.requires_grad}
+    assert {id(q) for _, q in both} == trained  # all that PEFT trains has its partner
+    steps = [torch.optim.Adam([pair[i] for pair in both], 1e-2) for i in (0, 1)]
+    for _ in range(3):
+        model(TOKENS).square().mean().backward()
+        theirs(TOKENS).logits.square().mean().backward()
+        for mine, other in both:
+            assert mine.grad.norm() > 0
+            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-3, atol=1e-5)
+        for step in steps:
+            step.step(), step.zero_grad()
+    for mine, other in both:
+        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-4)
+        other.data.copy_(mine.data)
+    merged = dict(theirs.merge_and_unload().named_parameters())
+    for name, layer in adapters(model):
+        torch.testing.assert_close(
+            layer.merged_weight(), merged[f"{name.removeprefix('hf.')}.weight"], rtol=1e-5, atol=1e-6
+        )
+        assert (layer.merged_weight() - layer.weight).norm() > 0.01
+
+
 def test_what_an_adapter_alone_cannot_hold(tmp_path):
     experts = build("transform", {"name": "lora", "rank": 4})
     with pytest.raises(ModelError, match="adapters of experts"):

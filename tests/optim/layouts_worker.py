@@ -40,6 +40,7 @@ METHODS = {
     "gradnormlorp": {
         "svd": lambda groups: GradNormLoRP(groups, **LOW_RANK),
         "frozen": lambda groups: GradNormLoRP(groups, **LOW_RANK, learn_magnitude=False, subspace="lion"),
+        "factors": lambda groups: GradNormLoRP([{**g, "normalized": False} for g in groups], **LOW_RANK),
     },
     "adapm": {
         "full": lambda groups: AdaPM(groups, momentum="low_rank", rank=0.3),

@@ -11,8 +11,8 @@ from torch import nn
 from trainwright.core.errors import ConfigError
 from trainwright.core.params import NamedParam, named_params
 from trainwright.core.registry import build
-from trainwright.optim.adapm import AdaPM, low_rank_momentum, momentum_numel
-from trainwright.optim.adapm_blocks import POLICY, block_of
+from trainwright.optim.adapm import AdaPM, low_rank_momentum
+from trainwright.optim.adapm_blocks import POLICY, block_of, momentum_numel
 from trainwright.optim.state import optimizer_state_bytes
 
 

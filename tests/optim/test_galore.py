@@ -16,7 +16,7 @@ from torch import nn
 from trainwright.core.errors import ConfigError
 from trainwright.core.params import NamedParam
 from trainwright.core.registry import build
-from trainwright.optim import low_rank_inner
+from trainwright.optim import low_rank_inner, muon
 from trainwright.optim.galore import GaLore
 from trainwright.optim.state import allocate_named_state, load_named_state, named_state, optimizer_state_bytes
 
@@ -94,6 +94,25 @@ def test_a_full_rank_with_sgd_is_sgd(shape):
     run(torch.optim.SGD([q], lr=0.1), [q], 4)
     way = (q - draw(shape, 1, torch.float32)).norm()
     assert (p - q).norm() < 1e-6 * way
+
+
+@pytest.mark.parametrize("name", ["galore", "natural_galore", "online_subspace_descent", "gradnormlorp"])
+def test_fast_products_are_the_full_ones_to_bfloat16(name, monkeypatch):
+    """Those of float32 weights; of float64 weights there are none. Updates of one matrix at a time are those of all."""
+    monkeypatch.setattr(muon, "iteration_dtype", lambda device: torch.bfloat16)
+    shapes = [*SHAPES, (400, 300), (300, 400)]
+    for dtype in (F64, torch.float32):
+        ends = {}
+        for products in ("full", "fast"):
+            params = [nn.Parameter(draw(s, i, dtype)) for i, s in enumerate(shapes)]
+            named = [NamedParam(str(i), p, "expert" if p.ndim > 2 else "matrix") for i, p in enumerate(params)]
+            run(build("optimizer", {"name": name, "products": products}).build(named), params, 4)
+            ends[products] = [p.detach() for p in params]
+        for i, (a, b) in enumerate(zip(ends["full"], ends["fast"], strict=True)):
+            way = (a - draw(shapes[i], i, dtype)).norm()
+            assert torch.equal(a, b) if dtype == F64 else 0 < (a - b).norm() < 0.03 * way
+    with pytest.raises(ConfigError, match="products"):
+        build("optimizer", {"name": name, "products": "quick"})
 
 
 @pytest.mark.skipif(importlib.util.find_spec("galore_torch") is None, reason="galore-torch is not installed")

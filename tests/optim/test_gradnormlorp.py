@@ -7,10 +7,13 @@ from optimizer_zoo import Zoo, named
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
+from trainwright import RunConfig, Trainer
 from trainwright.core.errors import ConfigError
+from trainwright.core.params import named_params
 from trainwright.core.registry import build
+from trainwright.models.transforms.lora import LoRALinear
 from trainwright.optim.galore import GaLore
-from trainwright.optim.gradnormlorp import DoRALinear, GradNormLoRP, rebuild_, split_gradient
+from trainwright.optim.gradnormlorp import GradNormLoRP, rebuild_, split_gradient
 from trainwright.optim.state import optimizer_state_bytes
 
 
@@ -170,7 +173,7 @@ def test_a_transposed_fused_matrix_is_its_parts_transposed():
 def test_two_ranks(tmp_path):
     for found in on_two_ranks(tmp_path, "gradnormlorp"):
         del found["sent"]
-        assert len(found) == 2 * 10 + 6
+        assert len(found) == 3 * 10 + 6
         for case, figures in found.items():
             assert max(figures["difference"], figures["resumed"]) < 1e-10 < 1e-3 < figures["way"], case
 
@@ -179,79 +182,136 @@ def test_two_ranks(tmp_path):
 def _dora(dropout=0.0):
     torch.manual_seed(0)
     linear = nn.Linear(9, 6, dtype=torch.float64)
-    layer = DoRALinear(linear, rank=2, alpha=4, dropout=dropout)
+    layer = LoRALinear(linear, rank=2, alpha=4, dropout=dropout, dora=True)
     with torch.no_grad():
-        layer.b.normal_(generator=torch.Generator().manual_seed(1))
-        layer.magnitude.mul_(torch.linspace(0.5, 2, 6)[:, None])
+        layer.lora_b.normal_(generator=torch.Generator().manual_seed(1))
+        layer.lora_magnitude.mul_(torch.linspace(0.5, 2, 6))
     return linear, layer
-
-
-def test_dora_starts_as_the_layer_it_wraps():
-    linear = nn.Linear(9, 6)
-    x = _randn(4, 9, dtype=torch.float32)
-    layer = DoRALinear(linear, rank=4).eval()
-    torch.testing.assert_close(layer(x), linear(x), rtol=1e-5, atol=1e-6)
-    assert {n for n, p in layer.named_parameters() if p.requires_grad} == {"a", "b", "magnitude"}
-
-
-def test_dora_is_the_equation():
-    linear, layer = _dora()
-    x = _randn(4, 9, seed=3)
-    v = linear.weight.detach() + 2.0 * layer.b @ layer.a
-    wanted = x @ (layer.magnitude * v / v.norm(dim=1, keepdim=True)).T + linear.bias.detach()
-    wanted.square().sum().backward()
-    grads = {n: p.grad.clone() for n, p in layer.named_parameters() if p.grad is not None}
-    layer.zero_grad()
-    y = layer(x)
-    y.square().sum().backward()
-    torch.testing.assert_close(y, wanted)
-    assert set(grads) == {"a", "b", "magnitude"}
-    for n, g in grads.items():
-        torch.testing.assert_close(dict(layer.named_parameters())[n].grad, g, msg=n)
 
 
 def test_dora_merges_and_comes_back():
     linear, layer = _dora(dropout=0.5)
     layer.eval()
     x, frozen = _randn(4, 9, seed=3), layer.weight.detach().clone()
+    v = frozen + 2.0 * layer.lora_b @ layer.lora_a
+    wanted = layer.lora_magnitude[:, None] * v / v.norm(dim=1, keepdim=True)
     before = layer(x)
     assert not torch.allclose(before, linear(x))
-    for _ in range(2):  # the second does nothing
-        layer.merge()
-    torch.testing.assert_close(nn.functional.linear(x, layer.weight, layer.bias), before, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(layer.merged_weight(), wanted.detach(), rtol=1e-6, atol=1e-9)
+    plain = layer.plain()  # no cost at inference: a layer of the original kind
+    assert type(plain) is nn.Linear and {n for n, _ in plain.named_parameters()} == {"weight", "bias"}
+    torch.testing.assert_close(plain(x), before, rtol=1e-6, atol=1e-9)
+    layer.merge()
     torch.testing.assert_close(layer(x), before, rtol=1e-6, atol=1e-9)
-    for _ in range(2):
-        layer.unmerge()
-    torch.testing.assert_close(layer.weight.data, frozen, rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(layer(x), before, rtol=1e-6, atol=1e-9)
+    layer.unmerge()
+    assert torch.equal(layer.weight, frozen) and torch.equal(layer(x), before)
 
 
-def test_dora_is_trained_with_projected_gradients():
+# fine-tuning
+DENSE = {"name": "decoder", "dim": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 48, "max_seq_len": 32}
+PAPER = {"name": "gradnormlorp", "lr": 3e-5, "rank": 4, "scale": 4.0, "gap": 500}
+
+
+def _adapted(dora=True, **more):
     torch.manual_seed(0)
-    layer = DoRALinear(nn.Linear(9, 6), rank=4, dropout=0.0)
-    x = _randn(64, 9, dtype=torch.float32)
-    target = nn.Linear(9, 6)(x).detach()
-    subspace = GaLore([layer.a, layer.b], 0.005, rank=2, scale=4.0, gap=20)
-    magnitude = torch.optim.AdamW([layer.magnitude], 0.02, weight_decay=0.0)
+    model = build("model", {**DENSE, **more}).build(61, 32)
+    return build("transform", {"name": "lora", "dora": dora, "rank": 4, "dropout": 0.0}).apply(model)
+
+
+def _tokens(t):
+    return torch.randint(61, (3, 16), generator=torch.Generator().manual_seed(t))
+
+
+def _loss(model, t):
+    tokens = _tokens(t)
+    return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def test_adapters_get_galore_on_a_and_b_and_adamw_on_the_magnitudes():
+    """Side by side with GaLore and AdamW, each on its own parameters, over a new projection."""
+    settings = {"rank": 2, "scale": 4.0, "gap": 3, "lr": 0.002, "weight_decay": 0.1}
+    ours, theirs = _adapted(), _adapted()
+    optimizer = build("optimizer", {**settings, "name": "gradnormlorp", "inner": {"name": "adamw", "lr": 0.01}}).build(
+        named_params(ours)
+    )
+    named_ = named_params(theirs)
+    galore = GaLore([n.param for n in named_ if n.param.ndim == 2], 0.002, weight_decay=0.1, rank=2, scale=4.0, gap=3)
+    magnitudes = [n for n in named_ if n.param.ndim == 1]
+    assert len(magnitudes) == 14 and all(n.name.endswith("lora_magnitude") for n in magnitudes)
+    adamw = build("optimizer", {"name": "adamw", "lr": 0.01}).build(magnitudes)
+    start = {n: p.detach().clone() for n, p in ours.named_parameters()}
+    for t in range(7):
+        for model, optimizers in ((ours, [optimizer]), (theirs, [galore, adamw])):
+            _loss(model, t).backward()
+            for o in optimizers:
+                o.step(), o.zero_grad()
+    for (n, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p.data, q.data, rtol=1e-5, atol=1e-7, msg=n)
+        assert torch.equal(p.data, start[n]) == ("lora_" not in n), n
+
+
+def test_bytes_of_the_state_of_adapters():
+    """Of A [r, in]: P r p + 2 in p; of B [out, r]: the same with out; of m two numbers for each row."""
+    model = _adapted()
+    optimizer = build("optimizer", {**PAPER, "rank": 2}).build(named_params(model))
+    _loss(model, 0).backward()
+    optimizer.step()
+    expected = steps = 0
+    for n in named_params(model):
+        p = n.param
+        if p.ndim == 2:
+            expected += 4 * (4 * 2 + 2 * 2 * max(p.shape))
+        else:
+            expected += 4 * 2 * p.numel()
+            steps += 4 * ("step" in optimizer.state[p] and torch.is_tensor(optimizer.state[p]["step"]))
+    assert optimizer_state_bytes(optimizer) == expected + steps
+
+
+@pytest.mark.parametrize("optimizer", [PAPER, {"name": "adamw"}, {"name": "muon"}, {"name": "galore"}])
+def test_the_dora_form_learns_under_any_optimizer(optimizer):
+    rate = {"adamw": 0.02, "muon": 0.02, "galore": 0.02, "gradnormlorp": 0.005}[optimizer["name"]]
+    optimizer = {**optimizer, "lr": rate}
+    if optimizer["name"] != "adamw":
+        optimizer["inner"] = {"name": "adamw", "lr": 0.02}
+    model = _adapted()
+    built = build("optimizer", optimizer).build(named_params(model))
     losses = []
-    for _ in range(150):
-        loss = ((layer(x) - target) ** 2).mean()
+    for _ in range(25):
+        loss = _loss(model, 0)
         loss.backward()
         losses.append(float(loss.detach()))
-        for optimizer in (subspace, magnitude):
-            optimizer.step(), optimizer.zero_grad()
-    assert losses[-1] < 0.5 * losses[0]
+        built.step(), built.zero_grad()
+    assert losses[-1] < losses[0] - 0.2
 
 
-def test_dora_refusals():
-    with pytest.raises(ValueError, match=r"rank=7.*\(6\)"):
-        DoRALinear(nn.Linear(9, 6), rank=7)
-    _, layer = _dora()
-    with torch.no_grad():
-        layer.magnitude[0] = 0
-    layer.merge()
-    with pytest.raises(ValueError, match="magnitude 0"):
-        layer.unmerge()
+def test_adapters_without_magnitudes_are_named(caplog):
+    build("optimizer", PAPER).build(named_params(_adapted()))
+    assert not caplog.records
+    build("optimizer", PAPER).build(named_params(_adapted(dora=False)))
+    assert "A and B of 14 adapters have no magnitudes" in caplog.text
+
+
+def test_a_rank_above_the_adapters_is_refused():
+    with pytest.raises(ConfigError, match=r"rank=5.*\(4\) of blocks.0.attn.q.lora_a.*rank <= 4"):
+        build("optimizer", {**PAPER, "rank": 5}).build(named_params(_adapted()))
+
+
+def test_a_run_of_the_paper_form_resumes_exactly(recipe):
+    data = recipe(
+        transforms=[{"name": "lora", "dora": True, "rank": 4, "alpha": 16, "dropout": 0.1}],
+        optimizer={**PAPER, "rank": 2, "gap": 2, "inner": {"name": "adamw", "lr": 1e-3}},
+        checkpoint={"every": 3, "asynchronous": False},
+        **{"train.steps": 5},
+    )
+    rows = {"whole": [], "parts": []}
+    Trainer(RunConfig.load({**data, "run": {**data["run"], "name": "whole"}})).fit(on_step=rows["whole"].append)
+    data = {**data, "run": {**data["run"], "name": "parts"}}
+    stopped = Trainer(RunConfig.load(data))
+    stopped._finished = lambda: stopped.progress.step >= 3
+    stopped.fit(on_step=rows["parts"].append)
+    Trainer(RunConfig.load(data), resume=True).fit(on_step=rows["parts"].append)
+    assert [r["loss"] for r in rows["parts"]] == [r["loss"] for r in rows["whole"]]
+    assert len(rows["whole"]) == 5
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,11 @@ import torch
 from layouts_worker import GrassByUpdates, on_two_ranks
 from optimizer_zoo import Zoo, named, train
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainwright.core.errors import ConfigError
 from trainwright.core.registry import build
 from trainwright.optim.base import reported
 from trainwright.optim.grass import Grass, carried, from_digits, select_rows, to_digits
-from trainwright.optim.grass_linear import GrassLinear
 from trainwright.optim.low_rank_parts import parts_of
 from trainwright.optim.state import optimizer_state_bytes
 
@@ -135,76 +133,7 @@ def test_rows_without_a_gradient_are_not_drawn():
         assert rho.isfinite().all()
 
 
-# (d)
-def test_sliced_backward():
-    torch.manual_seed(0)
-    linear = nn.Linear(7, 12, dtype=torch.float64)
-    rows = torch.tensor([1, 4, 5, 11])
-    x = _randn(3, 5, 7, seed=1).requires_grad_()
-    target = _randn(3, 5, 12, seed=2)
-    whole = nn.Linear(7, 12, dtype=torch.float64)
-    whole.load_state_dict(linear.state_dict())
-    layer = GrassLinear(linear, rows)
-    y = x.detach().clone().requires_grad_()
-    ((layer(x) - target) ** 2).sum().backward()
-    ((whole(y) - target) ** 2).sum().backward()
-    torch.testing.assert_close(layer.sliced.grad, whole.weight.grad[rows], rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(x.grad, y.grad)
-    torch.testing.assert_close(layer.bias.grad, whole.bias.grad)
-    # all the gradient that there is: r x n
-    assert layer.weight.grad is None and layer.sliced.grad.shape == (4, 7)
-
-
-def test_sliced_backward_makes_no_larger_tensor():
-    """Peak gradient floats r n: no result in the backward pass has the size of the weight."""
-    seen = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor) and func is torch.ops.aten.mm.default:
-                seen.append(tuple(out.shape))
-            return out
-
-    layer = GrassLinear(nn.Linear(64, 32, bias=False), torch.arange(4))
-    loss = layer(_randn(5, 64, dtype=torch.float32)).sum()
-    with Watch():
-        loss.backward()
-    assert seen == [(4, 64)]
-
-
-def test_sliced_layer_trains_like_grass():
-    """Adam on ``sliced`` and fold: the same weights as Grass with a reset at each selection."""
-    start, x, target = _randn(6, 9, seed=1), _randn(20, 9, seed=2), _randn(20, 6, seed=3)
-    p = nn.Parameter(start.clone())
-    optimizer = Grass([p], 0.01, rank=2, scale=1.0, eps=1e-14, gap=4, carry=False)
-    linear = nn.Linear(9, 6, bias=False, dtype=torch.float64)
-    with torch.no_grad():
-        linear.weight.copy_(start)
-    layer = GrassLinear(linear, torch.arange(2))
-    for t in range(12):
-        if t % 4 == 0:
-            layer.full_gradient(True)
-            ((layer(x) - target) ** 2).mean().backward()
-            rows, _ = select_rows(layer.weight.grad.norm(dim=1), 2)
-            layer.full_gradient(False)
-            layer.select(rows)
-            adam = torch.optim.Adam([layer.sliced], 0.01, eps=1e-14)
-        ((layer(x) - target) ** 2).mean().backward()
-        adam.step(), layer.fold(), adam.zero_grad()
-        ((x @ p.T - target) ** 2).mean().backward()
-        optimizer.step(), optimizer.zero_grad()
-    torch.testing.assert_close(layer.weight.data, p.data, rtol=1e-9, atol=1e-11)
-    assert not torch.equal(p.data, start)
-
-
-def test_other_rows_are_refused_while_there_is_a_gradient_of_these():
-    layer = GrassLinear(nn.Linear(4, 6), torch.arange(2))
-    layer(torch.ones(1, 4)).sum().backward()
-    with pytest.raises(ValueError, match="step and clear it first"):
-        layer.select(torch.tensor([3, 4]))
-    with pytest.raises(ValueError, match="3 rows"):
-        layer.select(torch.arange(3))
+# (d) is in test_grass_linear.py
 
 
 # (e)

@@ -277,3 +277,20 @@ def test_settings_that_make_no_sense(settings, says):
 def test_the_class_refuses():
     with pytest.raises(ValueError, match="s1"):
         LLR(AdamW([nn.Parameter(torch.ones(2, 2))]), s1=2.0, s2=1.0)
+
+
+def test_matrices_fused_by_columns_are_tuned():
+    """As GPT-2's c_attn: q, k and v side by side. The result is that of the same matrices one upon the other."""
+    draw = torch.randn(64, 192, generator=torch.Generator().manual_seed(0))
+    columns = nn.Parameter(draw.clone())
+    rows = nn.Parameter(torch.cat(draw.split(64, dim=1)))
+    a = LLR(AdamW([columns]), splits={columns: (-64, -64, -64)})
+    b = LLR(AdamW([rows]), splits={rows: (64, 64, 64)})
+    assert a.tuned == [columns] and b.tuned == [rows]
+    assert LLR(AdamW([columns]), splits={columns: (-64, -64, -64)}, min_size=65).tuned == []
+    assert LLR(AdamW([columns]), splits={columns: (-20, -100, -72)}).tuned == []
+    assert layer_alphas(a.tuned, [(-64, -64, -64)]) == pytest.approx(layer_alphas(b.tuned, [(64, 64, 64)]), rel=1e-5)
+    for p, o in ((columns, a), (rows, b)):
+        p.grad = torch.ones_like(p)
+        o.step()
+    torch.testing.assert_close(torch.cat(columns.detach().split(64, dim=1)), rows.detach())

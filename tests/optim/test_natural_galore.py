@@ -119,13 +119,27 @@ def test_little_damping_is_not_galore():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_e_state_is_galores_and_the_history(dtype):
-    """Card (e): s r n numbers more, ten times the moments at s = 20; float32 whatever the weights are."""
+    """Card (e): s r n numbers more, ten times the moments at s = 20; float32 whatever the weights are. And s s."""
     p = nn.Parameter(torch.zeros(32, 128, dtype=dtype))
     optimizer = NaturalGaLore([p], rank=8)
     run(optimizer, [p], 1)
     of_galore, of_history = 32 * 8 + 2 * 8 * 128, 20 * 8 * 128
     assert of_history == 10 * 2 * 8 * 128
-    assert optimizer_state_bytes(optimizer) == p.element_size() * of_galore + 4 * of_history
+    assert optimizer_state_bytes(optimizer) == p.element_size() * of_galore + 4 * (of_history + 20 * 20)
+
+
+@pytest.mark.parametrize("gap", [4, 100])
+def test_the_gram_matrix_is_that_of_the_history(gap):
+    """While the history fills, when it goes round, after renewals, and of a checkpoint that has none."""
+    p = nn.Parameter(torch.zeros(2, 5, 9, dtype=F64))
+    optimizer = NaturalGaLore([p], rank=2, history=3, gap=gap)
+    for t in range(11):
+        run(optimizer, [p], 1, t)
+        state = optimizer.state[p]
+        history = state["history"].flatten(2).transpose(0, 1)  # [2, 3, 18]
+        torch.testing.assert_close(state["gram"], history @ history.mT, atol=1e-12, rtol=1e-12)
+        if t == 6:
+            del state["gram"]
 
 
 def test_f_a_renewal_drops_the_history():

@@ -366,8 +366,12 @@ STATE_BYTES = {
     "swan": lambda role: (0, 0) if role in ("matrix", "expert") else ADAM,
     # rank 2 of a shorter side of 6: projections of 6 x 2 numbers each; two moments of 2 / 6 of a matrix's numbers
     "galore": lambda role: {"matrix": (8 / 3, 48), "expert": (8 / 3, 3 * 48)}.get(role, ADAM),
-    # and a history of 20 projected gradients of up and down (26 numbers), of 12 of the square ones (12 numbers)
-    "natural_galore": lambda role: {"matrix": (82 / 3, 48), "expert": (8 / 3, 3 * 48 + 1728)}.get(role, ADAM),
+    # and a history of 20 projected gradients of up and down (26 numbers), of 12 of the square ones (12 numbers), with
+    # its Gram matrix: 400 numbers of up and down, 144 of square, 3 x 144 of the experts
+    "natural_galore": lambda role: {
+        "matrix": (82 / 3, 48 + 3776 / 3),
+        "expert": (8 / 3, 3 * 48 + 1728 + 1728),
+    }.get(role, ADAM),
     # and two moments of each projection
     "online_subspace_descent": lambda role: {"matrix": (8 / 3, 144), "expert": (8 / 3, 3 * 144)}.get(role, ADAM),
     # rank 2 of a side of 6: two moments of 2 / 6 of a matrix's numbers; two indexes of 3 bytes, two ages, 6 marks

@@ -22,7 +22,7 @@ REPLICATED = {
     "adafactor": 4 * 43,
     "soap": 4 * 2 * (2 * (13**2 + 6**2) + 4 * 2 * 6**2),  # preconditioners and bases of both sides of each matrix
     "galore": 2 * 48,
-    "natural_galore": 2 * 48,
+    "natural_galore": 2 * 48 + 4 * (400 + 400 + 144),  # and Gram matrices of the history
     "online_subspace_descent": 2 * 3 * 48,
     "adapm": 4 * 6,
     "grass": 3 * 20,

@@ -198,6 +198,23 @@ def test_correlation_time_from_distances(r, caplog):
     assert ("further apart" in caplog.text) == (r == 0.9)
 
 
+@pytest.mark.parametrize("r", [0.0, 0.9])
+def test_validation_warns_of_snapshots_that_are_too_close(r, caplog):
+    """Whoever swaps the average in, as validation and export do, is told: once, when all snapshots are there."""
+    weight, params = one(torch.zeros(100_000))
+    average = KernelAverage(params, size=6, tau=6.0, every=1)
+    with caplog.at_level(logging.WARNING, logger="trainwright"):
+        ar1(average, weight, 4, r)
+        with average.swapped():
+            pass
+        assert not caplog.records
+        ar1(average, weight, 9, r)
+        for _ in range(2):
+            with average.swapped():
+                pass
+    assert caplog.text.count("further apart") == (r == 0.9)
+
+
 def test_weights_that_walk_away_have_no_correlation_time():
     weight, params = one(torch.zeros(2))
     average = KernelAverage(params, size=4, tau=4.0, every=1)

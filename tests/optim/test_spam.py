@@ -333,8 +333,8 @@ def test_settings_that_make_no_sense(settings, says):
     "settings, says",
     [
         ({"density": 0.5}, "is for matrices"),
-        ({"density": 0.0}, "above 0"),
-        ({"threshold": -1.0}, "at least 0"),
+        ({"density": 0.0}, "density=0.0 should be greater than 0"),
+        ({"threshold": -1.0}, "threshold=-1.0 should be greater"),
         ({"reset_every": 15}, "clip_after"),
         ({"betas": (0.9, 1.0)}, "betas"),
     ],

@@ -88,6 +88,11 @@ class TrainSection(Section):
         return self
 
     @property
+    def known_steps(self) -> int | None:
+        """The number of optimizer steps; None where the data or the clock decides on it."""
+        return self.steps if self.tokens is None else -(-self.tokens // self.global_batch_tokens)
+
+    @property
     def global_batch_rows(self) -> int:
         return self.global_batch_tokens // self.seq_len
 

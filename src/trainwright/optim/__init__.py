@@ -25,6 +25,7 @@ _CLASSES = {
     "NaturalGaLore": "natural_galore",
     "NuMuon": "numuon",
     "OnlineSubspaceDescent": "online_subspace_descent",
+    "ProbedAdaPM": "adapm_probe",
     "SOAP": "soap",
     "SPAM": "spam",
     "ScheduleFreeAdamW": "schedule_free",

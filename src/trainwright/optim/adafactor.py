@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from trainwright.core.params import NamedParam
 from trainwright.core.registry import register
 from trainwright.optim.adamw import decay_groups
 from trainwright.optim.base import OptimizerConfig, UpdateRule
+from trainwright.optim.settings import Positive
 from trainwright.optim.whole import BATCH_BYTES
 
 
@@ -52,23 +53,20 @@ class Adafactor(UpdateRule):
     """
 
     group_state = ("step",)
+    shapes_state = ("splits",)
 
     def __init__(
         self,
         params: Any,
         lr: float = 1e-2,
-        beta2_decay: float = -0.8,
-        eps1: float = 1e-30,
+        beta2_decay: Annotated[float, Field(lt=0)] = -0.8,
+        eps1: Positive = 1e-30,
         eps2: float = 1e-3,
-        clip: float = 1.0,
+        clip: Positive = 1.0,
         weight_decay: float = 0.0,
         relative_step: bool = True,
         scale_parameter: bool = True,
     ):
-        if beta2_decay >= 0:
-            raise ValueError(f"beta2_decay={beta2_decay} should be below 0")
-        if eps1 <= 0 or eps2 < 0 or clip <= 0:
-            raise ValueError(f"eps1={eps1} and clip={clip} should be above 0, eps2={eps2} at least 0")
         defaults = {
             "lr": lr, "beta2_decay": beta2_decay, "eps1": eps1, "eps2": eps2, "clip": clip,
             "weight_decay": weight_decay, "relative_step": relative_step, "scale_parameter": scale_parameter,

@@ -64,6 +64,19 @@ class Hyperball(MatrixRule):
     """
 
     group_state: tuple[str, ...] = ()
+    shapes_state = ("splits",)
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """And ValueError for weight decay and, where ``zero_init`` says so, for matrices of zeros."""
+        super().check_group(group)
+        if group.get("weight_decay"):
+            raise ValueError(f"weight_decay={group['weight_decay']}: {NO_DECAY}")
+        if group["zero_init"] == "refuse" and (found := zero_matrices(group["params"], group["splits"])):
+            shapes = [tuple(group["params"][i].shape) for i in found]
+            raise ValueError(
+                f"parameters of shapes {shapes[:4]} hold a matrix of zeros, which has no norm to keep; "
+                "initialise them otherwise or set zero_init='fan_in'"
+            )
 
     def apply(self, params: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> None:
         if group["lr"] == 0:
@@ -114,21 +127,6 @@ def _as_state(norms: Tensor, p: Tensor) -> Tensor:
     return norms.reshape(*p.shape[:-2], norms.shape[-1])
 
 
-def check_groups(groups: Sequence[dict[str, Any]]) -> None:
-    """ValueError for weight decay and, where ``zero_init`` says so, for matrices of zeros."""
-    for group in groups:
-        if group.get("weight_decay"):
-            raise ValueError(f"weight_decay={group['weight_decay']}: {NO_DECAY}")
-        if group["zero_init"] not in ("refuse", "fan_in"):
-            raise ValueError(f"zero_init={group['zero_init']!r} should be 'refuse' or 'fan_in'")
-        if group["zero_init"] == "refuse" and (found := zero_matrices(group["params"], group["splits"])):
-            shapes = [tuple(group["params"][i].shape) for i in found]
-            raise ValueError(
-                f"parameters of shapes {shapes[:4]} hold a matrix of zeros, which has no norm to keep; "
-                "initialise them otherwise or set zero_init='fan_in'"
-            )
-
-
 @torch.no_grad()
 def zero_matrices(params: Sequence[Tensor], splits: Sequence[int] = ()) -> list[int]:
     """Indexes of parameters ``[..., out, in]`` that hold a matrix of zeros. Waits for the device."""
@@ -177,7 +175,6 @@ class AdamH(Hyperball):
             "step": 0,
         }  # fmt: skip
         super().__init__(params, defaults)
-        check_groups(self.param_groups)
 
     def start(self, group: dict[str, Any]) -> None:
         group["step"] += 1
@@ -224,12 +221,15 @@ class MuonH(Hyperball, Muon):
         zero_init: ZeroInit = "refuse",
         dtype: torch.dtype | None = None,
     ):
-        groups = list(params)
-        if groups and not isinstance(groups[0], dict):
-            groups = [{"params": groups}]
-        groups = [{"zero_init": zero_init, **group} for group in groups]
-        Muon.__init__(self, groups, lr, weight_decay, momentum, nesterov, ns_steps, dtype=dtype)
-        check_groups(self.param_groups)
+        self.zero_init = zero_init
+        Muon.__init__(self, params, lr, weight_decay, momentum, nesterov, ns_steps, dtype=dtype)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "zero_init": self.zero_init}
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        group.setdefault("zero_init", self.zero_init)
+        super().check_group(group)
 
 
 @register("optimizer", "adamh", paper="arXiv:2606.16899", seed_id="B090")

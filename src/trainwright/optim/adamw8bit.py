@@ -45,6 +45,8 @@ class AdamW8bit(AdamW):
     Raises ValueError for large matrices that are sharded by columns.
     """
 
+    shapes_state = ("min_size",)
+
     def __init__(
         self,
         params: Any,
@@ -56,7 +58,11 @@ class AdamW8bit(AdamW):
     ):
         self.min_size = min_size
         super().__init__(params, lr, betas, eps, weight_decay)
-        for p in (p for group in self.param_groups for p in group["params"] if self._is_large(p)):
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        group.setdefault("min_size", self.min_size)  # beside the state that it shapes
+        super().check_group(group)
+        for p in (p for p in group["params"] if self._is_large(p, group)):
             if isinstance(p, DTensor) and any(
                 isinstance(s, Shard) and s.dim % p.ndim == p.ndim - 1 for s in p.placements
             ):
@@ -76,12 +82,12 @@ class AdamW8bit(AdamW):
                     entries[key] = entries[key].to(torch.uint8)
                     entries[f"{key}_scale"] = entries[f"{key}_scale"].float()
 
-    def _is_large(self, p: Tensor) -> bool:
-        return p.ndim >= 2 and p.numel() >= max(self.min_size, 1)
+    def _is_large(self, p: Tensor, group: dict[str, Any]) -> bool:
+        return p.ndim >= 2 and p.numel() >= max(group.get("min_size", self.min_size), 1)
 
     def updates(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-        large = [i for i, p in enumerate(params) if self._is_large(p)]
-        rest = [i for i, p in enumerate(params) if not self._is_large(p)]
+        large = [i for i, p in enumerate(params) if self._is_large(p, group)]
+        rest = [i for i, p in enumerate(params) if not self._is_large(p, group)]
         out: list[Tensor] = list(params)
         if rest:
             for i, u in zip(

@@ -20,7 +20,8 @@ goes without momentum like the embedding it is often tied to.
 Blocks are told apart by role and by name (adapm_blocks.py: our decoder's and the usual ones of transformers). A hidden
 matrix whose name says nothing gets the policy of ``default``, full momentum: it costs memory and is otherwise AdamW.
 All of that is logged at build; that no hidden matrix at all was recognised is a warning. A matrix that holds q, k and v
-in one has no default, since these differ.
+in one has no default, since these differ. ``roles: probe`` measures instead what each hidden matrix needs
+(adapm_probe.py).
 
 State per parameter: ``exp_avg_sq``; with full momentum ``exp_avg``; at low rank L, ``basis``, and R, ``factor`` (_0, _1
 and so on after these names for fused matrices), laid out as in low_rank_parts.py: R is sharded along n. The power step
@@ -33,11 +34,10 @@ import fnmatch
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, PositiveFloat, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -45,11 +45,11 @@ from trainwright.core.errors import ConfigError, nearest
 from trainwright.core.params import NamedParam
 from trainwright.core.registry import register
 from trainwright.optim.adamw import DECAYED, AdamW
-from trainwright.optim.adapm_blocks import POLICY, Momentum, block_of, is_pattern
+from trainwright.optim.adapm_blocks import POLICY, PROBED, Momentum, block_of, is_pattern, momentum_parts, report
 from trainwright.optim.base import OptimizerConfig
 from trainwright.optim.grass import projected_range
 from trainwright.optim.low_rank import _gradient, _laid_out
-from trainwright.optim.low_rank_parts import Part, local_of, parts_of, place, share_out, state_zeros, sum_over_ranks
+from trainwright.optim.low_rank_parts import Part, local_of, place, share_out, state_zeros, sum_over_ranks
 from trainwright.optim.whole import batches, like
 
 log = logging.getLogger("trainwright")
@@ -83,14 +83,6 @@ def turn(
     return right, right / (1 - beta**step) - correction * seen
 
 
-def momentum_parts(param: Tensor, rank: int | float, splits: Sequence[int] = ()) -> list[Part]:
-    """The matrices of a parameter; their projected side is m above. ValueError for a rank above it."""
-    found = parts_of(param, rank, splits)
-    if isinstance(rank, int):
-        return found
-    return [replace(part, rank=max(1, math.ceil(rank * min(part.shape[-2:]) - 1e-9))) for part in found]
-
-
 def row_mean_squares(t: Tensor) -> Tensor:
     """Mean of the squares over the last dimension ``[..., out, 1]``, whole even where that one is sharded."""
     total = t.square().sum(-1, keepdim=True)
@@ -110,6 +102,8 @@ class AdaPM(AdamW):
     Raises ValueError for values out of range, a rank over the shorter side, and low rank for vectors.
     """
 
+    shapes_state: ClassVar[tuple[str, ...]] = ("momentum", "rank", "second_moment", "splits")
+
     def __init__(
         self,
         params: Any,
@@ -119,7 +113,7 @@ class AdaPM(AdamW):
         weight_decay: float = 0.1,
         momentum: Momentum = "full",
         rank: int | float = 0.05,
-        correction: float = 1.0,
+        correction: Annotated[float, Field(ge=0, le=1)] = 1.0,
         second_moment: Literal["full", "blockwise"] = "full",
     ):
         torch.optim.Optimizer.__init__(
@@ -130,8 +124,19 @@ class AdaPM(AdamW):
                 "rank": rank, "correction": correction, "second_moment": second_moment, "splits": (),
             },
         )  # fmt: skip
-        for group in self.param_groups:
-            _check(group)
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        super().check_group(group)
+        if group["momentum"] not in ("low_rank", "probe"):
+            return
+        for p in group["params"]:
+            if p.ndim < 2:
+                raise ValueError(f"low-rank momentum takes matrices, got a parameter of shape {tuple(p.shape)}")
+            momentum_parts(p, group["rank"], group["splits"])
+
+    def state_settings(self, group: dict[str, Any]) -> dict[str, Any]:
+        found = super().state_settings(group)
+        return found if group["momentum"] in ("low_rank", "probe") else {**found, "rank": None}
 
     def updates(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
         if group["momentum"] == "full" and group["second_moment"] == "full":
@@ -318,24 +323,6 @@ def _orthonormal(products: list[Tensor]) -> list[Tensor]:
     return found
 
 
-def _check(group: dict[str, Any]) -> None:
-    rank = group["rank"]
-    if not all(0 <= b < 1 for b in group["betas"]):
-        raise ValueError(f"betas={group['betas']}: each should be in [0, 1)")
-    if not 0 <= group["correction"] <= 1:
-        raise ValueError(f"correction={group['correction']} should be in [0, 1]")
-    if rank < 1 if isinstance(rank, int) else not 0 < rank <= 1:
-        raise ValueError(f"rank={rank} should be a share in (0, 1] or a whole number of at least 1")
-    if group["momentum"] not in ("full", "low_rank", "none"):
-        raise ValueError(f"momentum={group['momentum']!r} should be full, low_rank or none")
-    if group["momentum"] != "low_rank":
-        return
-    for p in group["params"]:
-        if p.ndim < 2:
-            raise ValueError(f"low-rank momentum takes matrices, got a parameter of shape {tuple(p.shape)}")
-        momentum_parts(p, rank, group["splits"])
-
-
 @register("optimizer", "adapm", paper="arXiv:2510.09103", seed_id="B038")
 class AdaPMConfig(OptimizerConfig):
     """AdamW with momentum per block of the Transformer: full, at low rank with its bias corrected, or none."""
@@ -352,6 +339,18 @@ class AdaPMConfig(OptimizerConfig):
     correction: float = Field(1.0, ge=0, le=1, description="Share of the gradient outside the low-rank part to add.")
     second_moment: Literal["full", "blockwise"] = Field(
         "full", description="Second moment by number, or by row of each matrix (as Adam-mini)."
+    )
+    roles: Literal["names", "probe"] = Field(
+        "names",
+        description="What decides on the momentum of hidden matrices: their names, or the spectrum of the momentum "
+        "that they have after probe_steps steps. Patterns in policy come first.",
+    )
+    probe_steps: PositiveInt = Field(200, description="Steps with full momentum before the probe.")
+    probe_energy: float = Field(
+        0.8, gt=0, le=1, description="Share of the momentum that the rank has to hold for low-rank momentum."
+    )
+    probe_agreement: PositiveFloat = Field(
+        0.5, description="Squared norm of the momentum over that of gradients from which none is needed."
     )
 
     @field_validator("betas")
@@ -381,6 +380,34 @@ class AdaPMConfig(OptimizerConfig):
             )
         return {**POLICY, **policy}
 
+    @model_validator(mode="after")
+    def _one_says_it(self) -> AdaPMConfig:
+        given = [k for k in PROBED if self.policy.get(k) != POLICY.get(k)]
+        if self.roles == "probe" and given:
+            raise ValueError(
+                f"policy.{given[0]} says which momentum the probe is to find; leave it out, give a pattern of names "
+                "instead (*.mixer.*), or set roles=names"
+            )
+        return self
+
+    def for_run(self, total_steps: int | None) -> AdaPMConfig:
+        if self.roles == "probe" and total_steps is not None and self.probe_steps >= total_steps:
+            raise ConfigError(
+                f"is not below the {total_steps} steps of the run: the probe would decide on nothing; lower it",
+                key="probe_steps",
+                value=self.probe_steps,
+            )
+        return self
+
+    def build_rule(self, params: Sequence[NamedParam]) -> AdaPM:
+        if self.roles == "probe":
+            raise ConfigError(
+                "needs the optimizer's own step; where another method takes that or the backward pass does, set names",
+                key="roles",
+                value=self.roles,
+            )
+        return self.build(params)
+
     def build(self, params: Sequence[NamedParam]) -> AdaPM:
         groups: dict[tuple[Any, ...], dict[str, Any]] = {}
         blocks: dict[str, list[NamedParam]] = {}
@@ -389,25 +416,37 @@ class AdaPMConfig(OptimizerConfig):
             pattern = next((k for k in self.policy if is_pattern(k) and fnmatch.fnmatchcase(n.name, k)), None)
             unused -= {k for k in unused if fnmatch.fnmatchcase(n.name, k)}
             block = pattern or block_of(n.name, n.role)
-            blocks.setdefault(block, []).append(n)
-            if block not in self.policy:
+            probed = self.roles == "probe" and pattern is None and n.role in ("matrix", "expert")
+            if not probed:
+                blocks.setdefault(block, []).append(n)
+            if block not in self.policy and not probed:
                 raise ConfigError(
                     f"{n.name} holds q, k and v in one matrix, for which the paper keeps different momenta; "
                     f"set policy.{block} to full, low_rank or none",
                     key="policy",
                 )
-            momentum = self.policy[block]
-            if momentum == "low_rank":
+            momentum = "probe" if probed else self.policy[block]
+            if momentum in ("low_rank", "probe"):
                 self._check_matrix(n, block)
             decay = self.weight_decay if n.role in DECAYED else 0.0
             group = {"momentum": momentum, "splits": tuple(n.splits), "weight_decay": decay}
             groups.setdefault(tuple(group.values()), {"params": [], **group})["params"].append(n.param)
         if unused:
             raise ConfigError(f"no parameter's name matches {sorted(unused)[0]!r}", key="policy")
-        self._report(blocks)
-        return AdaPM(
-            list(groups.values()), lr=self.lr, betas=self.betas, eps=self.eps, rank=self.rank,
-            correction=self.correction, second_moment=self.second_moment,
+        report(blocks, self.policy, self.rank)
+        settings: dict[str, Any] = {
+            "lr": self.lr, "betas": self.betas, "eps": self.eps, "rank": self.rank, "correction": self.correction,
+            "second_moment": self.second_moment,
+        }  # fmt: skip
+        if self.roles == "names":
+            return AdaPM(list(groups.values()), **settings)
+        from trainwright.optim.adapm_probe import ProbedAdaPM
+
+        count = sum(len(g["params"]) for g in groups.values() if g["momentum"] == "probe")
+        log.info("adapm: full momentum for %d hidden matrices until step %d, then by probe", count, self.probe_steps)
+        return ProbedAdaPM(
+            list(groups.values()), probe_steps=self.probe_steps, agreement=self.probe_agreement,
+            energy=self.probe_energy, names=params, **settings,
         )  # fmt: skip
 
     def _check_matrix(self, n: NamedParam, block: str) -> None:
@@ -424,29 +463,3 @@ class AdaPMConfig(OptimizerConfig):
                 key="rank",
                 value=self.rank,
             )
-
-    def _report(self, blocks: dict[str, list[NamedParam]]) -> None:
-        """Logs what each block got, in share of AdamW's momentum."""
-        for block, members in blocks.items():
-            full = sum(n.param.numel() for n in members)
-            kept = sum(momentum_numel(n, self.policy[block], self.rank) for n in members)
-            log.info(
-                "adapm: %s: %s momentum for %d parameters (%s%s), %.1f %% of AdamW's",
-                block, self.policy[block], len(members), ", ".join(n.name for n in members[:3]),
-                ", ..." if len(members) > 3 else "", 100 * kept / max(full, 1),
-            )  # fmt: skip
-        hidden = [n for members in blocks.values() for n in members if n.role == "matrix"]
-        if hidden and all(n.role != "matrix" or block == "default" for block, ns in blocks.items() for n in ns):
-            log.warning(
-                "adapm knows none of the %d hidden matrices by name (%s, ...), all get %s momentum; "
-                "name them in policy, e.g. policy: {'*.some_name.*': low_rank}",
-                len(hidden), hidden[0].name, self.policy["default"],
-            )  # fmt: skip
-
-
-def momentum_numel(n: NamedParam, momentum: Momentum, rank: int | float) -> int:
-    """Numbers that the momentum of a parameter takes."""
-    if momentum != "low_rank":
-        return n.param.numel() if momentum == "full" else 0
-    parts = momentum_parts(n.param, rank, n.splits)
-    return sum(part.projection_shape.numel() + part.reduced_shape.numel() for part in parts)

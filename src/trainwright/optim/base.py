@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, Self, cast
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
@@ -22,6 +22,7 @@ from trainwright.core.params import NamedParam
 from trainwright.core.registry import MethodConfig
 from trainwright.core.seeds import derive
 from trainwright.optim.rounding import round_stochastically_
+from trainwright.optim.settings import CheckedOptimizer
 
 log = logging.getLogger("trainwright")
 ROUNDINGS = "roundings"  # entry of a group: how often its weights were rounded
@@ -53,6 +54,19 @@ class OptimizerConfig(MethodConfig):
     @abstractmethod
     def build(self, params: Sequence[NamedParam]) -> torch.optim.Optimizer:
         """A torch optimizer over ``params``. Its groups hold ``lr``, which the loop scales by the schedule."""
+
+    def for_run(self, total_steps: int | None) -> Self:
+        """The same for a run of ``total_steps`` (None: not known beforehand), with what is derived from that filled in.
+
+        Raises ConfigError for settings that do not fit into the run.
+        """
+        inner = getattr(self, "inner", None)
+        if not isinstance(inner, OptimizerConfig):
+            return self
+        try:
+            return self.model_copy(update={"inner": inner.for_run(total_steps)})
+        except ConfigError as error:
+            raise error.under("inner") from None
 
     def build_rule(self, params: Sequence[NamedParam]) -> torch.optim.Optimizer:
         """The same as UpdateRule, or several in a CompositeOptimizer: for methods that change another one's update.
@@ -150,11 +164,11 @@ def by_mesh(tensors: Iterable[Tensor]) -> dict[DeviceMesh | None, list[Tensor]]:
     return parts
 
 
-class UpdateRule(torch.optim.Optimizer):
+class UpdateRule(CheckedOptimizer):
     """An optimizer whose step is ``w = w (1 - lr weight_decay) - lr u``; a subclass says what ``u`` is.
 
     Groups hold ``lr`` and may hold ``weight_decay``. Wrappers call :meth:`updates`, change what it gives, and
-    :meth:`apply` it, so the two together are the step.
+    :meth:`apply` it, so the two together are the step. Raises ValueError for settings out of range (settings.py).
     """
 
     @abstractmethod

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainwright.optim.settings import refuse_other_settings
+
 
 class _RoutedState(MutableMapping[Tensor, Any]):
     """The parts' states as one mapping; a parameter's entry lives in the part that owns it."""
@@ -68,6 +70,12 @@ class CompositeOptimizer(torch.optim.Optimizer):
         if isinstance(getattr(self, "state", None), _RoutedState):
             raise ValueError("add the group to the part that should step it, before the parts are put together")
         super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's. ValueError for the state of other settings, and then nothing is changed."""
+        live = [(part, group) for part in self.parts for group in part.param_groups]
+        refuse_other_settings((*own, group) for own, group in zip(live, state_dict["param_groups"], strict=False))
+        super().load_state_dict(state_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for part in self.parts:

@@ -8,6 +8,8 @@ GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection, arXiv:240
 
 State of m x n with m <= n: m r numbers of projection and 2 n r of moments, against 2 m n of Adam.
 
+Its time is that of two products of m n r a step, which ``products: fast`` computes in bfloat16 (low_rank.py).
+
 Where we differ:
 - Decay comes before the update, as everywhere here, not after it: a difference of lr^2 wd u. Without decay the weights
   are those of the package galore-torch bit for bit.

@@ -20,20 +20,24 @@ the new weights are never written back). Further:
 - Rows are output features. Of matrices that are stored transposed and fused (GPT-2's) these are the columns, and the
   norms are theirs; a transposed matrix that is not fused cannot be told from another, and goes by row.
 
-:class:`DoRALinear` is the parametrisation of the paper's fine-tuning, a plain layer. Give its A and B to
-GaLore (lr 3e-5, rank at most r, scale 4, gap 500) and its magnitude to AdamW.
+Fine-tuning, W = m V / |V| with V = W0 + (alpha / r) B A and W0 frozen, is DoRA (``dora: true`` of the transform lora):
+the norm is the layer's, so that the gradients of A [r, in] and B [out, r] are projected as GaLore's and nothing else
+is done to them; m, a vector, goes to the inner optimizer. Parameters are known as A and B by their names. The paper's
+settings are alpha 16 and dropout 0.1; lr 3e-5, rank at most r, scale 4 and gap 500. Its script for GLUE does not have
+this form: it gives GaLore the weights of the modules that a LoRA would be put into.
 """
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 from pydantic import Field, PositiveInt
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
-from torch.nn import functional as F
 
 from trainwright.core.errors import ConfigError
 from trainwright.core.params import NamedParam
@@ -42,6 +46,8 @@ from trainwright.optim import low_rank_inner
 from trainwright.optim.low_rank import LowRankRule, RefreshedConfig
 from trainwright.optim.whole import like
 
+log = logging.getLogger("trainwright")
+FACTOR = re.compile(r"lora_[abAB](\.|$)")  # names of an adapter's A and B, ours and PEFT's
 TINY = 1e-12  # rows with a smaller norm have no direction
 
 
@@ -83,9 +89,12 @@ class GradNormLoRP(LowRankRule):
 
     learn_magnitude  False: the norms of the rows stay as they are
     settings         those of LowRankRule; ``subspace`` is the rule of the magnitudes too (adam for adam_8bit)
+    A group with ``normalized: False`` holds factors of an adapter, whose product is normalised by the layer: GaLore.
     State besides that of LowRankRule: ``norm_avg`` and ``norm_avg_sq`` [..., out, 1], sharded as the rows are.
     Raises ValueError for vectors, a rank above the shorter side of a matrix and settings out of range.
     """
+
+    shapes_state = (*LowRankRule.shapes_state, "learn_magnitude", "normalized")
 
     def __init__(
         self,
@@ -96,12 +105,17 @@ class GradNormLoRP(LowRankRule):
         learn_magnitude: bool = True,
         **settings: Any,
     ):
-        super().__init__(params, lr, weight_decay, more={"learn_magnitude": learn_magnitude}, **settings)
+        super().__init__(
+            params, lr, weight_decay, more={"learn_magnitude": learn_magnitude, "normalized": True}, **settings
+        )
 
     def updates(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> NoReturn:
         raise NotImplementedError("the step is not linear in the rate, so that there is no update apart from it")
 
     def step_part(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
+        if not group["normalized"]:
+            super().step_part(params, grads, group)
+            return
         some = [(p, g) for p, g in zip(params, grads, strict=True) if p.numel()]
         if not some:
             return
@@ -159,58 +173,6 @@ def _wide(tensors: list[Tensor]) -> list[Tensor]:
     return [t.float() if t.element_size() < 4 else t for t in tensors]
 
 
-class DoRALinear(nn.Module):
-    """A frozen linear layer with a learned magnitude and low-rank change of direction.
-
-    y = x W^T + bias,  W = magnitude V / |V| by row,  V = W0 + (alpha / r) B A;  W0 [out, in] frozen
-    A [r, in] starts random, B [out, r] zero, magnitude [out, 1] at the norms of W0, so that W = W0 at first.
-    dropout acts on what A sees. :meth:`merge` makes it a plain layer for inference, :meth:`unmerge` takes that back.
-    Raises ValueError for a rank above the shorter side of the layer or below 1.
-    """
-
-    norms: Tensor | None
-
-    def __init__(self, linear: nn.Linear, rank: int = 8, alpha: float = 16.0, dropout: float = 0.1):
-        super().__init__()
-        side = min(linear.weight.shape)
-        if not 1 <= rank <= side:
-            raise ValueError(f"rank={rank} should be between 1 and the shorter side ({side}) of the layer")
-        self.weight = nn.Parameter(linear.weight.detach(), requires_grad=False)
-        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach(), requires_grad=False)
-        self.a = nn.Parameter(self.weight.new_empty(rank, linear.in_features))
-        nn.init.kaiming_uniform_(self.a, a=5**0.5)
-        self.b = nn.Parameter(self.weight.new_zeros(linear.out_features, rank))
-        self.magnitude = nn.Parameter(self.weight.norm(dim=1, keepdim=True))
-        self.scale, self.dropout = alpha / rank, nn.Dropout(dropout)
-        # Of V while merged, [out, 1]: what takes the merge back.
-        self.register_buffer("norms", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.norms is not None:
-            return F.linear(x, self.weight, self.bias)
-        norms = (self.weight + self.scale * self.b @ self.a).norm(dim=1, keepdim=True).clamp(min=TINY)
-        y = F.linear(x, self.weight) + self.scale * F.linear(F.linear(self.dropout(x), self.a), self.b)
-        y = y * (self.magnitude / norms).squeeze(1)
-        return y if self.bias is None else y + self.bias
-
-    @torch.no_grad()
-    def merge(self) -> None:
-        """Put W in place of W0; training it then is an error of the caller's."""
-        if self.norms is None:
-            self.weight.add_(self.b @ self.a, alpha=self.scale)
-            self.norms = self.weight.norm(dim=1, keepdim=True).clamp(min=TINY)
-            self.weight.mul_(self.magnitude / self.norms)
-
-    @torch.no_grad()
-    def unmerge(self) -> None:
-        """Back to W0, up to rounding. A row whose magnitude became 0 cannot be had back: ValueError."""
-        if self.norms is not None:
-            if not bool((self.magnitude != 0).all()):
-                raise ValueError("a row of magnitude 0 was merged; load the weights again")
-            self.weight.mul_(self.norms / self.magnitude).sub_(self.b @ self.a, alpha=self.scale)
-            self.norms = None
-
-
 @register("optimizer", "gradnormlorp", paper="arXiv:2412.19616", seed_id="B093")
 class GradNormLoRPConfig(RefreshedConfig):
     """GaLore on the directions of the rows of each hidden matrix, whose norms are learned apart."""
@@ -218,8 +180,25 @@ class GradNormLoRPConfig(RefreshedConfig):
     gap: PositiveInt = Field(250, description="Steps between new projections.")
     learn_magnitude: bool = Field(True, description="Whether the norms of the rows are learned.")
 
+    def build(self, params: Sequence[NamedParam]) -> torch.optim.Optimizer:
+        adapted = sum(FACTOR.search(n.name) is not None for n in params)
+        if adapted and not any("lora_magnitude" in n.name for n in params):
+            log.warning(
+                "gradnormlorp: the A and B of %d adapters have no magnitudes beside them, which makes this GaLore; "
+                "set transforms: [{name: lora, dora: true}]",
+                adapted // 2,
+            )
+        return super().build(params)
+
     def build_matrices(self, params: Sequence[NamedParam], groups: list[dict[str, Any]]) -> GradNormLoRP:
         self.check_ranks(params)
+        factors = {id(n.param) for n in params if FACTOR.search(n.name)}
+        groups = [
+            {**g, "params": some, "normalized": not adapted}
+            for g in groups
+            for adapted in (False, True)
+            if (some := [p for p in g["params"] if (id(p) in factors) == adapted])
+        ]
         return GradNormLoRP(groups, **self.shared_settings(), learn_magnitude=self.learn_magnitude)
 
     def build_rule(self, params: Sequence[NamedParam]) -> NoReturn:

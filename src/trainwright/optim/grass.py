@@ -17,9 +17,9 @@ Where we differ from the paper, whose repository has no code:
   its own bias correction. ``carry=False`` is the paper's reset of all of them.
 - Decay acts on selected rows alone: the others are to cost nothing, and a row that is not learned should not fade.
 - The gradient that the optimizer gets is a full one, from the usual backward pass, so that clipping by the global norm
-  and accumulation mean what they always do. The backward pass that computes the selected rows alone is in
-  grass_linear.py, a plain layer; the training loop does not use it. Whoever does has to know that the norm of
-  sliced gradients is that of a part.
+  and sums over ranks mean what they always do. With ``transforms: [grass_linear]``, or ``slice_gradients(model)`` in
+  your own loop (models/transforms/grass_linear.py), backward passes compute the selected rows alone, but for the first
+  step and each new selection; the weights are the same to rounding.
 
 Sharded gradients: the norms are one all-reduced vector of m numbers per matrix and selection, from which all ranks
 select the same; R takes a reduce-scatter and the update an all-gather of r n numbers where the shards are of the
@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from trainwright.core.params import NamedParam
 from trainwright.core.registry import register
+from trainwright.core.sliced_gradient import Slice, SlicedGradient, ask, is_offered
 from trainwright.optim.low_rank import LowRankConfig, LowRankRule, _gradient, _laid_out
 from trainwright.optim.low_rank_parts import Part, local_of, parts_of, place, share_out, sum_over_ranks
 
@@ -119,11 +120,15 @@ class Grass(LowRankRule):
     gap          steps between selections
     selection    "top_r", "multinomial" or "uniform"; with ``power`` of the norm and ``replacement`` for the draws
     carry        keep the moments of rows that stay selected
+    Gradients may be SlicedGradients of the selected rows, see :meth:`slice_of`.
     See LowRankRule for the others. State: moments [..., r, n] (sharded as the matrix), ``rows`` (indexes, see
     to_digits), ``rho`` where it is not 1, ``age`` with carry: steps that each row had at the last selection,
     ``seen`` [..., m]: whether a row was ever selected, ``step`` and ``index`` (int).
     Raises ValueError for a rank above the shorter side of a matrix and for settings out of range.
     """
+
+    # The age of a row counts selections in gaps.
+    shapes_state = (*LowRankRule.shapes_state, "gap", "selection", "carry")
 
     def __init__(
         self,
@@ -143,8 +148,6 @@ class Grass(LowRankRule):
         carry: bool = True,
         seed: int = 0,
     ):
-        if subspace not in ("adam", "lion", "sgd"):
-            raise ValueError(f"subspace={subspace!r} should be adam, lion or sgd")
         more = {"selection": selection, "power": power, "replacement": replacement, "carry": carry}
         super().__init__(
             params, lr, weight_decay, rank=rank, scale=scale, subspace=subspace, betas=betas, eps=eps, gap=gap,
@@ -179,12 +182,15 @@ class Grass(LowRankRule):
         self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]
     ) -> tuple[list[Part], list[Tensor], list[Tensor]]:
         """Parts, their selected rows and this rank's shards of the rows' updates; moves the state."""
-        parts, local = [], []
+        parts: list[Part] = []
+        local: list[Tensor] = []
         for p, g in zip(params, grads, strict=True):
             own = parts_of(p, group["rank"], group["splits"])
             parts += own
-            local += [part.of(_gradient(p, g, own)) for part in own]
-        due = [i for i, part in enumerate(parts) if self.state[part.param].get("step", 0) % group["gap"] == 0]
+            local += [g] if isinstance(g, SlicedGradient) else [part.of(_gradient(p, g, own)) for part in own]
+        due = [i for i, part in enumerate(parts) if self._due(part, group)]
+        if any(isinstance(local[i], SlicedGradient) for i in due):
+            raise ValueError("a selection needs whole gradients, and these are of rows selected before; clear them")
         norms = _side_norms([parts[i] for i in due], [local[i] for i in due])
         for i, n in zip(due, norms, strict=True):
             self._select(parts[i], n, group)
@@ -196,13 +202,31 @@ class Grass(LowRankRule):
         rho = self._vectors(parts, "rho") if group["selection"] != "top_r" else None
         reduced = [_reduce(part, g, i) for part, g, i in zip(parts, local, rows, strict=True)]
         if rho is not None:
-            torch._foreach_mul_(reduced, _beside(parts, rho))
+            reduced = list(torch._foreach_mul(reduced, _beside(parts, rho)))
         inner = self._inner(parts, reduced, group)
         if rho is not None:
             inner = list(torch._foreach_mul(inner, _beside(parts, rho)))
         if group["subspace"] == "adam":
             inner = list(torch._foreach_mul(inner, _beside(parts, self._corrections(parts, group))))
         return parts, rows, inner
+
+    def _due(self, part: Part, group: dict[str, Any]) -> bool:
+        return bool(self.state[part.param].get("step", 0) % group["gap"] == 0)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for p in group["params"]:
+            if is_offered(p) and not group["splits"]:
+                ask(p, self.slice_of)
+
+    def slice_of(self, param: Tensor) -> Slice | None:
+        """What the step at hand takes of the gradient of a matrix; None: the whole, for a selection."""
+        group = next(g for g in self.param_groups if any(p is param for p in g["params"]))
+        parts = parts_of(param, group["rank"])
+        if not parts or param not in self.state or self._due(parts[0], group):
+            return None
+        return parts[0].rank_dim, self.rows(parts)[0]
 
     def rows(self, parts: Sequence[Part]) -> list[Tensor]:
         """The selected rows (or columns) of each part, ``[..., r]``; of this rank's experts where these are sharded."""
@@ -363,6 +387,8 @@ def _side_norms(parts: list[Part], grads: list[Tensor]) -> list[Tensor]:
 
 def _reduce(part: Part, g: Tensor, rows: Tensor) -> Tensor:
     """This rank's shard of R, without rho."""
+    if isinstance(g, SlicedGradient):
+        return g.kept
     if part.way == "gathered":
         return local_of(share_out(take(g, rows, part.rank_dim), part, part.reduced_placements))
     if part.way != "projected":

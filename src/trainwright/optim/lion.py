@@ -41,8 +41,6 @@ class Lion(UpdateRule):
     def __init__(
         self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 1.0
     ):
-        if not all(0 <= b < 1 for b in betas):
-            raise ValueError(f"betas={betas}: each should be in [0, 1)")
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 
     def updates(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> list[Tensor]:

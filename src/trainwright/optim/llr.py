@@ -41,11 +41,13 @@ from trainwright.core.params import NamedParam
 from trainwright.core.registry import register
 from trainwright.optim.base import UpdateRule
 from trainwright.optim.matrix import MATRICES
+from trainwright.optim.settings import Count
 from trainwright.optim.whole import matrices
 from trainwright.optim.wrapper import WrappedRule, WrapperConfig
 
 log = logging.getLogger("trainwright")
 RAISED = ("embedding", "head")  # roles
+UNTIL = 1000  # steps
 Map = Literal["linear", "sqrt", "log2", "sigmoid"]
 
 
@@ -75,7 +77,7 @@ def layer_alphas(
 ) -> list[float]:
     """alpha of each of ``params [..., out, in]``, the mean over its matrices; the same numbers on all ranks of a mesh.
 
-    splits            rows of the matrices that were fused into each of them
+    splits            rows (negative: columns) of the matrices that were fused into each of them
     shape_correction  less alpha of a Gaussian matrix of the shape
     """
     found = torch.zeros(len(params), dtype=torch.float64)
@@ -125,14 +127,14 @@ class LLR(WrappedRule):
     map               of alpha to factors, see above
     hold_decay        the decay is not multiplied
     shape_correction  compare alpha with that of random matrices of the same shape
-    splits            rows of the matrices fused into a parameter, by parameter
+    splits            rows (negative: columns) of the matrices fused into a parameter, by parameter
     State per tuned parameter: the numbers ``llr_from`` and ``llr_to``; ``llr_step`` in the groups.
     Raises ValueError for settings that make no sense.
     """
 
     kept = (
-        "tuned", "raised", "s1", "s2", "every", "until", "ramp", "map", "hold_decay", "shape_correction", "splits",
-        "warned",
+        "tuned", "raised", "s1", "s2", "every", "until", "ramp", "min_size", "map", "hold_decay", "shape_correction",
+        "splits", "warned",
     )  # fmt: skip
     own_group_state = ("llr_step",)
 
@@ -143,9 +145,9 @@ class LLR(WrappedRule):
         raised: Iterable[Tensor] = (),
         s1: float = 1.0,
         s2: float = 5.0,
-        every: int = 50,
-        until: int = 1000,
-        ramp: int = 25,
+        every: Count = 50,
+        until: int = UNTIL,
+        ramp: Count = 25,
         min_size: int = 50,
         map: Map = "linear",
         hold_decay: bool = False,
@@ -155,7 +157,7 @@ class LLR(WrappedRule):
         check_settings(s1, s2, every, ramp, map, shape_correction)
         self.s1, self.s2, self.every, self.until, self.ramp, self.map = s1, s2, every, until, ramp, map
         self.hold_decay, self.shape_correction, self.splits = hold_decay, shape_correction, dict(splits or {})
-        self.warned = False
+        self.min_size, self.warned = min_size, False
         super().__init__(inner)
         own = [p for group in self.param_groups for p in group["params"]]
         wanted = {id(p) for p in (own if tuned is None else tuned)}
@@ -167,16 +169,18 @@ class LLR(WrappedRule):
 
     def _side(self, p: Tensor) -> int:
         """Shortest side of its matrices; 0 of an empty stack."""
-        return min([*(self.splits.get(p) or p.shape[-2:-1]), p.shape[-1]]) if p.numel() else 0
+        splits = self.splits.get(p) or p.shape[-2:-1]
+        kept = p.shape[-2] if splits[0] < 0 else p.shape[-1]  # negative: fused by columns
+        return min(kept, *map(abs, splits)) if p.numel() else 0
 
     @property
     def steps(self) -> int:
-        return max(group["llr_step"] for group in self.param_groups)
+        return max(group.get("llr_step", 0) for group in self.param_groups)
 
     def start(self, group: dict[str, Any]) -> None:
         super().start(group)
         before = self.steps
-        group["llr_step"] += 1
+        group["llr_step"] = group.get("llr_step", 0) + 1
         t = group["llr_step"]
         if t > before and t <= self.until and (t - 1) % self.every == 0 and self.tuned:  # the first group of a step
             self.recompute()
@@ -251,7 +255,11 @@ class LLRConfig(WrapperConfig):
     s1: PositiveFloat = Field(1.0, description="Factor on the rate of the matrix with the heaviest tail.")
     s2: PositiveFloat = Field(5.0, description="Factor for the lightest tail, and for embedding and head.")
     every: PositiveInt = Field(50, description="Steps between recomputations of the factors.")
-    until: PositiveInt = Field(1000, description="Last step with a recomputation; a fifth of the run in the paper.")
+    until: PositiveInt | None = Field(
+        None,
+        description="Last step with a recomputation; null: a fifth of the run, as the paper; 1000 where its length is "
+        "not known.",
+    )
     ramp: PositiveInt = Field(25, description="Steps over which a factor moves to its new value.")
     min_size: PositiveInt = Field(50, description="Matrices with a shorter side than this keep the common rate.")
     map: Map = Field("linear", description="From alpha to factors; all but linear leave s1 and s2 to the others.")
@@ -263,6 +271,18 @@ class LLRConfig(WrapperConfig):
         check_settings(self.s1, self.s2, self.every, self.ramp, self.map, self.shape_correction)
         return self
 
+    def for_run(self, total_steps: int | None) -> LLRConfig:
+        found = super().for_run(total_steps)
+        if self.until is not None:
+            return found
+        if total_steps is None:
+            log.warning(
+                "llr: the run's number of steps is not known; the factors are recomputed until step %d, set until",
+                UNTIL,
+            )
+        until = UNTIL if total_steps is None else max(total_steps // 5, 1)
+        return found.model_copy(update={"until": until})
+
     def wrapped(self, rule: UpdateRule, params: Sequence[NamedParam]) -> LLR:
         return LLR(
             rule,
@@ -271,7 +291,7 @@ class LLRConfig(WrapperConfig):
             s1=self.s1,
             s2=self.s2,
             every=self.every,
-            until=self.until,
+            until=self.until or UNTIL,
             ramp=self.ramp,
             min_size=self.min_size,
             map=self.map,

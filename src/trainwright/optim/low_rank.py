@@ -11,8 +11,10 @@ A method overrides what differs: :meth:`LowRankRule.new_projection` (where P com
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +24,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from trainwright.core.errors import ConfigError
 from trainwright.core.params import NamedParam
-from trainwright.optim import low_rank_inner
+from trainwright.optim import low_rank_inner, muon
 from trainwright.optim.low_rank_parts import (
     Part,
     leading_directions,
@@ -39,6 +41,10 @@ from trainwright.optim.whole import like, owners
 
 Inner = Literal["adam", "adam_8bit", "lion", "sgd"]
 Projection = Literal["svd", "randomized_svd", "random"]
+Products = Literal["full", "fast"]
+PRODUCTS = (
+    "Products with the projection: full, in the weights' precision, or fast, in bfloat16 where the hardware has it."
+)
 
 
 class LowRankRule(MatrixRule):
@@ -52,11 +58,16 @@ class LowRankRule(MatrixRule):
     projection   "svd" (of the gradient), "randomized_svd" (the same, nearly, and faster) or "random" (a control)
     stagger      renew the matrices at different steps, so that no step pays for all
     seed         of what is random; a projection depends on it, the step and the place of the matrix
+    products     "full": products with the projection in the precision of the weights; "fast": those of float32
+                 weights in bfloat16 where the hardware multiplies it (muon.iteration_dtype), which costs an update
+                 its digits beyond the third. New projections are computed in float32 in any case
     more         further entries of the groups, for subclasses
     State: ``projection``, the moments of the rule in the subspace, ``step`` (int) and, where the place matters,
     ``index`` (int); names end in _0, _1, ... for fused matrices. All in the dtype of the parameter.
     Raises ValueError for a rank above the shorter side of a matrix and for settings out of range.
     """
+
+    shapes_state: ClassVar[tuple[str, ...]] = ("rank", "subspace", "splits")
 
     def __init__(
         self,
@@ -73,20 +84,20 @@ class LowRankRule(MatrixRule):
         projection: Projection = "svd",
         stagger: bool = False,
         seed: int = 0,
+        products: Products = "full",
         more: dict[str, Any] | None = None,
     ):
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "rank": rank, "scale": scale, "subspace": subspace,
             "betas": betas, "eps": eps, "gap": gap, "projection": projection, "stagger": stagger, "seed": seed,
+            "products": products,
         }  # fmt: skip
         super().__init__(params, {**defaults, **(more or {})})
-        for group in self.param_groups:
-            if group["gap"] is not None and group["gap"] < 1:
-                raise ValueError(f"gap={group['gap']} should be 1 or more")
-            if not all(0 <= b < 1 for b in group["betas"]):
-                raise ValueError(f"betas={group['betas']} should be in [0, 1)")
-            for p in group["params"]:
-                parts_of(p, group["rank"], group["splits"])
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        super().check_group(group)
+        for p in group["params"]:
+            parts_of(p, group["rank"], group["splits"])
 
     # --- what methods change ---
 
@@ -120,6 +131,22 @@ class LowRankRule(MatrixRule):
         self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]
     ) -> tuple[list[Tensor], list[float]]:
         """Updates without their scale, laid out as ``params``, and the factor on each; moves the state."""
+        found: list[Tensor] = []
+        factors = self._each_portion(params, grads, group, lambda at, updates: found.extend(updates), math.inf)
+        return found, factors
+
+    def _each_portion(
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        group: dict[str, Any],
+        use: Callable[[slice, list[Tensor]], None],
+        numbers: float,
+    ) -> list[float]:
+        """Hands the updates of :meth:`directions` to ``use``, with their place, about so many ``numbers`` at a time.
+
+        Returns the factors, as :meth:`factors` does.
+        """
         of_param = [parts_of(p, group["rank"], group["splits"]) for p in params]
         local: list[Tensor] = []
         for p, g, own in zip(params, grads, of_param, strict=True):
@@ -131,17 +158,23 @@ class LowRankRule(MatrixRule):
             self.state[p]["step"] = self.state[p].get("step", 0) + 1
 
         projections = [local_of(self.projection(part)) for part in parts]
-        reduced = [part.project(g, p) for part, g, p in zip(parts, local, projections, strict=True)]
+        dtype = product_dtype(params, group)
+        reduced = [part.project(g, p, dtype) for part, g, p in zip(parts, local, projections, strict=True)]
         inner = self._inner(parts, self.reduce(parts, reduced, group), group) if parts else []
-        backs = [part.back(n, p) for part, n, p in zip(parts, inner, projections, strict=True)]
+        ways = zip(parts, inner, projections, strict=True)
+        for at in low_rank_inner.portions(params, numbers):
+            updates = []
+            for p, own in zip(params[at], of_param[at], strict=True):
+                backs = [part.back(n, q, dtype) for part, n, q in itertools.islice(ways, len(own))]
+                updates.append(_laid_out(p, own, backs))
+            use(at, updates)
         if parts:
             self.learn(parts, local, projections, reduced, group)
+        return self.factors(params, group)
 
-        updates, pieces = [], iter(backs)
-        for p, own in zip(params, of_param, strict=True):
-            updates.append(_laid_out(p, own, [next(pieces) for _ in own]))
-        factors = [group["scale"] * self.correction(group["subspace"], p, group) for p in params]
-        return updates, factors
+    def factors(self, params: list[Tensor], group: dict[str, Any]) -> list[float]:
+        """What the update of each of ``params`` is multiplied with, once its step is counted."""
+        return [group["scale"] * self.correction(group["subspace"], p, group) for p in params]
 
     def correction(self, rule: Inner, param: Tensor, group: dict[str, Any]) -> float:
         """Adam's bias correction, 1 for the other rules."""
@@ -154,9 +187,17 @@ class LowRankRule(MatrixRule):
         return updates
 
     def step_part(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
-        """As in UpdateRule, with the factors in the rate: one pass less over the weights."""
-        updates, factors = self.directions(params, grads, group)
-        self.apply_scaled(params, updates, factors, group)
+        """As in UpdateRule, with the factors in the rate, and on a CPU matrix by matrix: an update that was just made
+        is still in the cache when it is added, and never all of them are held."""
+
+        def use(at: slice, updates: list[Tensor]) -> None:
+            self.apply_scaled(params[at], updates, self.factors(params[at], group), group)
+
+        if group.get("stochastic_rounding"):  # one draw for all
+            updates, factors = self.directions(params, grads, group)
+            self.apply_scaled(params, updates, factors, group)
+        else:
+            self._each_portion(params, grads, group, use, low_rank_inner.CACHED)
 
     def apply_scaled(
         self, params: list[Tensor], updates: list[Tensor], factors: list[float], group: dict[str, Any]
@@ -296,6 +337,12 @@ class LowRankRule(MatrixRule):
         return torch.Generator().manual_seed(seed)
 
 
+def product_dtype(params: Sequence[Tensor], group: dict[str, Any]) -> torch.dtype | None:
+    """What products with the projections are computed in; None: as the parameters are."""
+    fast = group.get("products") == "fast" and bool(params) and params[0].dtype == torch.float32
+    return muon.iteration_dtype(params[0].device) if fast else None
+
+
 def _gradient(param: Tensor, grad: Tensor, parts: list[Part]) -> Tensor:
     """What the parts are cut out of: this rank's shard, or the whole where a part needs it."""
     if isinstance(param, DTensor) and isinstance(grad, DTensor):
@@ -393,7 +440,8 @@ class RefreshedConfig(LowRankConfig):
     )
     stagger: bool = Field(False, description="Renew the matrices at different steps, so that no step pays for all.")
     seed: int = Field(0, ge=0, description="Seed of random projections.")
+    products: Products = Field("full", description=PRODUCTS)
 
     def shared_settings(self) -> dict[str, Any]:
-        more = {key: getattr(self, key) for key in ("gap", "projection", "stagger", "seed")}
+        more = {key: getattr(self, key) for key in ("gap", "projection", "stagger", "seed", "products")}
         return super().shared_settings() | more

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 256
+CACHED = 2**16  # numbers of one operand that a core's cache holds beside the others
 
 
 def bias_correction(step: int, betas: Sequence[float]) -> float:
@@ -32,13 +33,33 @@ def adam(
     grads: list[Tensor], exp_avg: list[Tensor], exp_avg_sq: list[Tensor], betas: Sequence[float], eps: float
 ) -> list[Tensor]:
     """m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  m / (sqrt(v) + eps), without the bias correction."""
-    torch._foreach_mul_(exp_avg, betas[0])
-    torch._foreach_add_(exp_avg, grads, alpha=1 - betas[0])
-    torch._foreach_mul_(exp_avg_sq, betas[1])
-    torch._foreach_addcmul_(exp_avg_sq, grads, grads, value=1 - betas[1])
-    roots = torch._foreach_sqrt(exp_avg_sq)
-    torch._foreach_add_(roots, eps)
-    return list(torch._foreach_div(exp_avg, roots))
+    updates: list[Tensor] = []
+    for at in portions(grads, CACHED):
+        g, m, v = grads[at], exp_avg[at], exp_avg_sq[at]
+        torch._foreach_mul_(m, betas[0])
+        torch._foreach_add_(m, g, alpha=1 - betas[0])
+        torch._foreach_mul_(v, betas[1])
+        torch._foreach_addcmul_(v, g, g, value=1 - betas[1])
+        roots = torch._foreach_sqrt(v)
+        torch._foreach_add_(roots, eps)
+        updates += torch._foreach_div(m, roots)
+    return updates
+
+
+def portions(tensors: Sequence[Tensor], numbers: float) -> list[slice]:
+    """``tensors`` in runs of about so many numbers on a CPU, whose caches then hold them from pass to pass; else one.
+
+    (A kernel for several tensors is a loop over them there, and would read all of them from memory in every pass.)
+    """
+    if not tensors or tensors[0].device.type != "cpu":
+        return [slice(0, len(tensors))] if tensors else []
+    starts, held = [0], 0
+    for i, t in enumerate(tensors):
+        if i > starts[-1] and held + t.numel() > numbers:
+            starts.append(i)
+            held = 0
+        held += t.numel()
+    return [slice(a, b) for a, b in zip(starts, [*starts[1:], len(tensors)], strict=True)]
 
 
 def lion(grads: list[Tensor], exp_avg: list[Tensor], betas: Sequence[float]) -> list[Tensor]:

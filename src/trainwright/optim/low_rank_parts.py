@@ -93,18 +93,18 @@ class Part:
         """The part in the local tensor of its parameter (the gathered one where it is gathered)."""
         return local.narrow(*self.cut) if self.cut else local
 
-    def project(self, g: Tensor, p: Tensor) -> Tensor:
-        """R of this rank's shard of the gradient and of the projection."""
-        r = p.mT @ g if self.left else g @ p
+    def project(self, g: Tensor, p: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """R of this rank's shard of the gradient and of the projection; the product in ``dtype``, None: theirs."""
+        r = product(p.mT, g, dtype) if self.left else product(g, p, dtype)
         if self.way == "projected":
             return self._shard_of(r, Partial())
         return self._shard_of(r, Replicate()) if self.way == "gathered" else r
 
-    def back(self, r: Tensor, p: Tensor) -> Tensor:
+    def back(self, r: Tensor, p: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """This rank's shard of the update (the whole where it is gathered) of its shard of the subspace's."""
         if self.way in ("projected", "gathered"):
             r = self.whole_reduced(r)
-        return p @ r if self.left else r @ p.mT
+        return product(p, r, dtype) if self.left else product(r, p.mT, dtype)
 
     def whole_reduced(self, r: Tensor) -> Tensor:
         """The whole R on every rank, of each rank's shard."""
@@ -122,6 +122,11 @@ class Part:
         placements = [held if j == self.mesh_dim else Replicate() for j in range(mesh.ndim)]
         whole = DTensor.from_local(r, mesh, placements, run_check=False)
         return whole.redistribute(placements=self.reduced_placements).to_local()
+
+
+def product(a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """``a @ b``, computed in ``dtype`` if given, in the dtype of ``a``."""
+    return a @ b if dtype is None or dtype == a.dtype else (a.to(dtype) @ b.to(dtype)).to(a.dtype)
 
 
 def sum_over_ranks(parts: Sequence[Part], tensors: Sequence[Tensor], ways: Sequence[Way]) -> list[Tensor]:

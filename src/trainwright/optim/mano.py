@@ -112,8 +112,6 @@ class Mano(MatrixRule):
         both: bool = False,
         eps: float = 1e-8,
     ):
-        if version not in ("v1", "v2"):
-            raise ValueError(f"version={version!r} should be 'v1' or 'v2'")
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "version": version, "both": both, "eps": eps,
             "nesterov": version == "v2" if nesterov is None else nesterov, "step": 0,

@@ -27,15 +27,17 @@ class MatrixRule(UpdateRule):
 
     def __init__(self, params: Any, defaults: dict[str, Any]):
         super().__init__(params, {"splits": (), **defaults})
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.ndim < 2:
-                    raise ValueError(f"{type(self).__name__} takes matrices, got a parameter of shape {tuple(p.shape)}")
-                splits = group["splits"]
-                if splits and sum(splits) not in (p.shape[-2], -p.shape[-1]):
-                    raise ValueError(
-                        f"{splits=} do not add up to the rows, or negative to the columns, of {tuple(p.shape)}"
-                    )
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        super().check_group(group)
+        splits = group["splits"]
+        for p in group["params"]:
+            if p.ndim < 2:
+                raise ValueError(f"{type(self).__name__} takes matrices, got a parameter of shape {tuple(p.shape)}")
+            if splits and sum(splits) not in (p.shape[-2], -p.shape[-1]):
+                raise ValueError(
+                    f"{splits=} do not add up to the rows, or negative to the columns, of {tuple(p.shape)}"
+                )
 
 
 class MatrixConfig(OptimizerConfig):

@@ -6,7 +6,8 @@ Of a matrix, R the projected gradient of GaLore (galore.py) with k numbers, g_t 
 Natural GaLore: Accelerating GaLore for memory-efficient LLM Training and Fine-tuning, arXiv:2410.16029.
 
 State of m x n with m <= n: that of GaLore, and s r n numbers of history: with the paper's s = 20 that is ten times
-the moments, so the method saves no memory over Adam once s r > 2 m.
+the moments, so the method saves no memory over Adam once s r > 2 m. And s s numbers of H^T H, of which a step computes
+the new row alone: the whole would cost as much as GaLore's products, where s is 20 and r n 40 000.
 
 Where we differ:
 - The paper solves by Woodbury's identity, g / lam - H z / lam^2, which loses about four digits in float32 for
@@ -28,16 +29,18 @@ from typing import Any
 import torch
 from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from trainwright.core.errors import ConfigError
 from trainwright.core.params import NamedParam
 from trainwright.core.registry import register
-from trainwright.optim.low_rank import Inner, LowRankRule, Projection, RefreshedConfig
-from trainwright.optim.low_rank_parts import Part, parts_of, sum_over_ranks
+from trainwright.optim.low_rank import Inner, LowRankRule, Products, Projection, RefreshedConfig
+from trainwright.optim.low_rank_parts import Part, Way, parts_of, sum_over_ranks
+from trainwright.optim.settings import Positive
 
 log = logging.getLogger("trainwright")
 HISTORY = 20  # the paper's
+SHARED_OUT: tuple[Way, ...] = ("kept", "projected", "gathered")  # of these a rank has a part of R
 
 
 def weights_of_history(gram: Tensor, newest: Tensor, damping: float) -> tuple[Tensor, Tensor]:
@@ -54,7 +57,7 @@ def weights_of_history(gram: Tensor, newest: Tensor, damping: float) -> tuple[Te
     factors, info = torch.linalg.cholesky_ex(gram + dampings[..., None, None] * identity)  # [4, n, s, s]
     first = (info == 0).int().argmax(0)  # the smallest damping that worked; 0 where none did: not finite
     factor = factors[first, torch.arange(gram.shape[0], device=gram.device)]
-    unit = torch.nn.functional.one_hot(newest, size).to(gram.dtype).unsqueeze(-1)
+    unit = (newest[:, None] == torch.arange(size, device=gram.device)).to(gram.dtype).unsqueeze(-1)
     return torch.cholesky_solve(unit, factor).squeeze(-1), first > 0
 
 
@@ -63,9 +66,12 @@ class NaturalGaLore(LowRankRule):
 
     history  gradients in the Fisher matrix; None: 20, or as many as a projected gradient has numbers if that is less
     damping  lam
-    State beside that of LowRankRule: ``history`` [history, ...shape of R], float32 at least.
+    State beside that of LowRankRule: ``history`` [history, ...shape of R] and ``gram`` [..., history, history], float32
+    at least.
     Raises ValueError for a history longer than a projected gradient, and as LowRankRule.
     """
+
+    shapes_state = (*LowRankRule.shapes_state, "history")
 
     def __init__(
         self,
@@ -82,20 +88,22 @@ class NaturalGaLore(LowRankRule):
         projection: Projection = "svd",
         stagger: bool = False,
         seed: int = 0,
+        products: Products = "full",
         history: int | None = None,
-        damping: float = 1e-3,
+        damping: Positive = 1e-3,
     ):
         self._raised: Tensor | None = None
         super().__init__(
             params, lr, weight_decay, rank=rank, scale=scale, subspace=subspace, betas=betas, eps=eps, gap=gap,
-            projection=projection, stagger=stagger, seed=seed, more={"history": history, "damping": damping},
+            projection=projection, stagger=stagger, seed=seed, products=products,
+            more={"history": history, "damping": damping},
         )  # fmt: skip
-        for group in self.param_groups:
-            if group["damping"] <= 0:
-                raise ValueError(f"damping={group['damping']} should be more than 0")
-            for p in group["params"]:
-                for part in parts_of(p, group["rank"], group["splits"]):
-                    history_of(part, group["history"])
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        super().check_group(group)
+        for p in group["params"]:
+            for part in parts_of(p, group["rank"], group["splits"]):
+                history_of(part, group["history"])
 
     def reduce(self, parts: list[Part], reduced: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
         lengths = [history_of(part, group["history"]) for part in parts]
@@ -105,7 +113,7 @@ class NaturalGaLore(LowRankRule):
             history[self._newest(part, s)].copy_(r)
             matrices = math.prod(r.shape[:-2])
             held.append(history.view(s, matrices, r.shape[-2] * r.shape[-1]).transpose(0, 1))
-        grams = sum_over_ranks(parts, [torch.bmm(h, h.mT) for h in held], ("kept", "projected", "gathered"))
+        grams = self._grams(parts, held)
 
         preconditioned = list(reduced)
         for s in dict.fromkeys(lengths):
@@ -125,9 +133,25 @@ class NaturalGaLore(LowRankRule):
             self._raised = count if self._raised is None else self._raised + count.to(self._raised.device)
         return preconditioned
 
+    def _grams(self, parts: list[Part], held: list[Tensor]) -> list[Tensor]:
+        """H^T H ``[matrices, s, s]`` of whole matrices, in the state; but for the newest row it is there already."""
+        unknown = [i for i, part in enumerate(parts) if "gram" + part.key not in self.state[part.param]]
+        grams = [self._gram(part, h.shape[1]) for part, h in zip(parts, held, strict=True)]
+        whole = [torch.bmm(held[i], held[i].mT) for i in unknown]  # in a first step, and of checkpoints that lack it
+        for i, new in zip(unknown, sum_over_ranks([parts[i] for i in unknown], whole, SHARED_OUT), strict=True):
+            grams[i].copy_(new)
+        newest = [self._newest(part, h.shape[1]) for part, h in zip(parts, held, strict=True)]
+        rows = [torch.bmm(h, h[:, n].unsqueeze(-1)).squeeze(-1) for h, n in zip(held, newest, strict=True)]
+        for gram, n, row in zip(grams, newest, sum_over_ranks(parts, rows, SHARED_OUT), strict=True):
+            gram[:, n] = row
+            gram[:, :, n] = row
+        return grams
+
     def renewed(self, part: Part, group: dict[str, Any]) -> None:
         if "history" + part.key in self.state[part.param]:
-            self._history(part, history_of(part, group["history"])).zero_()
+            length = history_of(part, group["history"])
+            self._history(part, length).zero_()
+            self._gram(part, length).zero_()
         raised, self._raised = self._raised, None
         if raised is not None and (count := int(raised)):  # no step of its own waits: a renewal does anyhow
             log.warning(
@@ -146,6 +170,12 @@ class NaturalGaLore(LowRankRule):
             placements = tuple(Shard(p.dim + 1) if isinstance(p, Shard) else p for p in placements)
         dtype = torch.promote_types(part.param.dtype, torch.float32)
         return self.part_state(part, "history", [length, *part.reduced_shape], placements, dtype)
+
+    def _gram(self, part: Part, length: int) -> Tensor:
+        placements = part.param.placements if isinstance(part.param, DTensor) and part.way == "local" else None
+        dtype = torch.promote_types(part.param.dtype, torch.float32)
+        gram = self.part_state(part, "gram", [*part.shape[:-2], length, length], placements, dtype)
+        return gram.view(-1, length, length)
 
     def _newest(self, part: Part, length: int) -> int:
         """The slot of the gradient at hand; the slots are a ring."""

@@ -12,11 +12,14 @@ The share r follows a schedule over the run of T steps, t = 0, 1, ... being the 
 
 U_k V_k^T comes from a two-block Krylov space, with M or M^T on its shorter side, [m, n] with m <= n:
 
-    K = orth[M O, M M^T M O], O [n, k + 8] Gaussian;  K^T M = A S B^T;  U_k = K A_k, V_k = B_k
+    Q = orth[M O], O [n, k + 8] Gaussian;  K = orth[Q, M M^T Q] [m, 2 (k + 8)], the space of M O and M M^T M O
+    A [2 (k + 8), k]: leading eigenvectors of K^T M M^T K;  U_k = K A;  V_k^T: rows of A^T K^T M, made orthonormal
 
 or, where that space would be most of the matrix (2 (k + 8) >= m, all r > 1/2 among them), from its whole SVD (that of
-its Gram matrix in double precision). At r = 1 it is Muon with Muon's Newton-Schulz iteration, whose singular values are
-near 1 and not 1. On a GPU a decomposition waits for the device, unlike the rest of the step.
+its Gram matrix in double precision). The three products that choose the space and the last, U_k V_k^T, are in bfloat16
+where Muon's iteration is; what they lose of <M, D> is less than the space's own share. At r = 1 it is Muon with Muon's
+Newton-Schulz iteration, whose singular values are near 1 and not 1. On a GPU a decomposition waits for the device,
+unlike the rest of the step.
 
 NuMuon: Nuclear-Norm-Constrained Muon for Compressible LLM Training, arXiv:2603.03597. The paper's constants for scale,
 decay and the ends of the schedules were not to be had; these are Muon's scale and decay, and a quarter. Directions
@@ -35,51 +38,80 @@ import torch
 from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
 
+from trainwright.core.errors import ConfigError
 from trainwright.core.params import NamedParam
 from trainwright.core.registry import register
+from trainwright.optim import muon
 from trainwright.optim.muon import Muon, MuonConfig, update_scale
 from trainwright.optim.whole import map_whole
 
 OVERSAMPLING = 8  # columns of the Krylov blocks beyond k
 
 
-def top_singular_directions(m: Tensor, k: int, omega: Tensor | None = None) -> Tensor:
-    """``U_k V_k^T`` of matrices ``m [..., out, in]``, each alone; 1 <= k <= min(out, in).
+def top_singular_directions(
+    m: Tensor, k: int, omega: Tensor | None = None, dtype: torch.dtype | None = None, scale: float = 1.0
+) -> Tensor:
+    """``scale U_k V_k^T`` of matrices ``m [..., out, in]``, each alone; 1 <= k <= min(out, in).
 
     omega  Gaussian ``[max(out, in), p]`` with p >= k: from a Krylov space of 2 p dimensions; None: of the whole matrix.
+    dtype  of the products that only choose that space, and of the last; None: that of the rest, at least float32
     Directions without any singular value are left out; a matrix that is not finite gives NaN.
     """
     x = m if m.element_size() >= 4 else m.float()
+    peak = x.abs().amax(dim=(-2, -1), keepdim=True)
+    finite = peak.isfinite()
+    x = (x * torch.where(finite, 1 / peak.clamp(min=torch.finfo(x.dtype).tiny), 0)).nan_to_num_()  # 0 inf is NaN
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
-    finite = x.isfinite().all(dim=-1, keepdim=True).all(dim=-2, keepdim=True)
-    x = torch.where(finite, x, 0)
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
-    if omega is None:
-        left, s, right = _leading(x, k)
-    else:
-        block = x @ omega.to(x.dtype)  # [..., m, p]
-        basis = torch.linalg.qr(torch.cat([block, x @ (x.mT @ block)], dim=-1)).Q
-        left, s, right = _leading(basis.mT @ x, k)
-        left = basis @ left
-    there = s > max(x.shape[-2:]) * torch.finfo(x.dtype).eps * s[..., :1]
-    found = (left * there[..., None, :]) @ right
-    found = torch.where(finite, found, torch.nan).to(m.dtype)
-    return found.mT if tall else found
+    flat = x.reshape(-1, *x.shape[-2:])
+    flat = flat[0] if flat.shape[0] == 1 else flat  # a product is faster than a batch of one
+    narrow = dtype or x.dtype
+    left, right = _of_the_whole(flat, k) if omega is None else _of_krylov_space(flat, k, omega, narrow)
+    left = left * torch.where(finite, x.new_full((), scale), torch.nan).reshape(*flat.shape[:-2], 1, 1)
+    found = (left.to(narrow) @ right.to(narrow)).reshape(x.shape)
+    found = found.mT if tall else found
+    return found if dtype is not None else found.to(m.dtype)
 
 
-def _leading(x: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The k leading singular values of ``x [..., m, n]``, m <= n, with vectors ``[..., m, k]`` and ``[..., k, n]``."""
+def _of_krylov_space(x: Tensor, k: int, omega: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """About U_k ``[..., m, k]`` and V_k^T ``[..., k, n]`` of ``x [..., m, n]``, m <= n: the best of the space."""
+    narrow = x.to(dtype)
+    # Orthonormal in between: else a large singular value, cubed, would drown the others in rounding.
+    first = torch.linalg.qr((narrow @ omega.to(dtype)).to(x.dtype)).Q  # [..., m, p]
+    more = narrow @ (narrow.mT @ first.to(dtype))
+    basis = torch.linalg.qr(torch.cat([first, more.to(x.dtype)], dim=-1)).Q  # [..., m, 2 p]
+    images = basis.mT @ x  # [..., 2 p, n]
+    vectors = torch.linalg.eigh(images @ images.mT).eigenvectors[..., -k:].mT  # of ascending values; [..., k, 2 p]
+    return basis @ vectors.mT, _orthonormal_rows(vectors @ images, max(x.shape[-2:]))
+
+
+def _orthonormal_rows(rows: Tensor, side: int) -> Tensor:
+    """The orthonormal rows nearest to the normalised ``rows [..., k, n]``; vanishing ones, and combinations, stay 0.
+
+    They are orthogonal already, but for small ones: squares of what is below 1e-3 of the largest are noise in float32.
+    """
+    eps = torch.finfo(rows.dtype).eps
+    size = rows.norm(dim=-1, keepdim=True)
+    rows = torch.where(size > side * eps * size.amax(-2, keepdim=True), rows / size, 0)
+    squares, vectors = torch.linalg.eigh(rows @ rows.mT)
+    roots = torch.where(squares > 32 * rows.shape[-2] * eps, squares.rsqrt(), 0)
+    return (vectors * roots.unsqueeze(-2)) @ (vectors.mT @ rows)
+
+
+def _of_the_whole(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """U_k ``[..., m, k]`` and V_k^T ``[..., k, n]`` of ``x [..., m, n]``, m <= n."""
     if x.dtype == torch.float64:
         left, s, right = torch.linalg.svd(x, full_matrices=False)
-        return left[..., :k], s[..., :k], right[..., :k, :]
-    # Half the time of an SVD, and in double precision as exact as one in single.
-    wide = x.double()
-    squares, vectors = torch.linalg.eigh(wide @ wide.mT)  # ascending
-    left = vectors[..., -k:].flip(-1)
-    s = squares[..., -k:].flip(-1).clamp(min=0).sqrt()
-    right = (left.mT @ wide) / s.clamp(min=torch.finfo(x.dtype).tiny)[..., None]
-    return left.to(x.dtype), s.to(x.dtype), right.to(x.dtype)
+        left, s, right = left[..., :k], s[..., :k], right[..., :k, :]
+    else:
+        # Half the time of an SVD, and in double precision as exact as one in single.
+        wide = x.double()
+        squares, vectors = torch.linalg.eigh(wide @ wide.mT)  # ascending
+        left = vectors[..., -k:].flip(-1)
+        s = squares[..., -k:].flip(-1).clamp(min=0).sqrt()
+        right = (left.mT @ wide) / s.clamp(min=torch.finfo(x.dtype).tiny)[..., None]
+    there = s > max(x.shape[-2:]) * torch.finfo(x.dtype).eps * s[..., :1]
+    return (left * there[..., None, :]).to(x.dtype), right.to(x.dtype)
 
 
 def rank_of(shape: Sequence[int], share: float) -> int:
@@ -114,6 +146,7 @@ class NuMuon(Muon):
     total_steps  T, for the two that change
     pieces       of "piecewise": pairs (part of the run, r from there on), in order
     seed         of the Gaussian blocks, which are drawn anew in every step
+    dtype        of the products named above; None: float64 for such parameters, else muon.iteration_dtype()'s
     The rest is Muon's. State per parameter: ``momentum``; per group ``step``.
     Raises ValueError for shares out of (0, 1], pieces out of order, and total_steps missing.
     """
@@ -137,6 +170,8 @@ class NuMuon(Muon):
         dtype: torch.dtype | None = None,
     ):
         check_schedule(schedule, rank, total_steps, pieces)
+        if schedule != "fixed" and total_steps is None:
+            raise ValueError(f"schedule={schedule} needs total_steps, the length of the run in steps")
         self.rank, self.schedule, self.total_steps = rank, schedule, total_steps
         self.pieces, self.seed = tuple((float(start), float(share)) for start, share in pieces), seed
         super().__init__(params, lr, weight_decay, momentum, nesterov, ns_steps, adjust, dtype=dtype)
@@ -159,14 +194,20 @@ class NuMuon(Muon):
         if share >= 1:
             return super().orthogonalise(directions, group)
 
+        given, device = directions[0].dtype, directions[0].device
+        dtype = self.dtype or (given if given == torch.float64 else muon.iteration_dtype(device))
+        blocks: dict[tuple[int, int], Tensor] = {}
+
         def function(stack: Tensor) -> Tensor:
-            k = rank_of(stack.shape, share)
+            k, long = rank_of(stack.shape, share), max(stack.shape[-2:])
             width = k + OVERSAMPLING
             omega = None
             if 2 * width < min(stack.shape[-2:]):
                 # The same for all matrices of a shape, whichever rank computes them and whatever their place.
-                omega = gaussian(max(stack.shape[-2:]), width, self.seed, group["step"], stack.device)
-            return top_singular_directions(stack, k, omega) * update_scale(stack.shape, group["adjust"])
+                if (long, width) not in blocks:
+                    blocks[long, width] = gaussian(long, width, self.seed, group["step"], stack.device)
+                omega = blocks[long, width]
+            return top_singular_directions(stack, k, omega, dtype, update_scale(stack.shape, group["adjust"]))
 
         return map_whole(function, directions, splits=group["splits"])
 
@@ -185,8 +226,6 @@ def check_schedule(schedule: str, rank: float, total_steps: int | None, pieces: 
         raise ValueError(f"schedule={schedule!r} should be fixed, piecewise or cosine")
     if schedule == "fixed" and total_steps is not None:
         raise ValueError("total_steps has no meaning with schedule=fixed; leave it out, or set schedule=cosine")
-    if schedule != "fixed" and total_steps is None:
-        raise ValueError(f"schedule={schedule} needs total_steps, the length of the run in steps")
     starts = [start for start, _ in pieces]
     if not starts or starts != sorted(set(starts)) or not all(0 <= s <= 1 for s in starts):
         raise ValueError("pieces should start at increasing parts of the run, each in [0, 1]")
@@ -206,7 +245,9 @@ class NuMuonConfig(MuonConfig):
         "fixed", description="How the share goes through the run: always rank, as pieces says, or from 1 down to rank."
     )
     total_steps: PositiveInt | None = Field(
-        None, description="Length of the run in optimizer steps; needed by piecewise and cosine. The run may go on."
+        None,
+        description="Of piecewise and cosine: over how many optimizer steps they go, after which the run may go on; "
+        "null: all of the run.",
     )
     pieces: tuple[tuple[float, float], ...] = Field(
         ((0.5, 0.25),), description="Of piecewise: pairs of a part of the run, in [0, 1], and the share from there on."
@@ -218,7 +259,27 @@ class NuMuonConfig(MuonConfig):
         check_schedule(self.schedule, self.rank, self.total_steps, self.pieces)
         return self
 
+    def for_run(self, total_steps: int | None) -> NuMuonConfig:
+        found = super().for_run(total_steps)
+        if self.schedule == "fixed" or (self.total_steps is None and total_steps is None):
+            return found
+        length = self.total_steps or total_steps
+        if total_steps is not None and length is not None and length > total_steps:
+            raise ConfigError(
+                f"is longer than the run of {total_steps} steps, so that schedule={self.schedule} would not come to "
+                "its end; leave it out for the length of the run",
+                key="total_steps",
+                value=self.total_steps,
+            )
+        return found.model_copy(update={"total_steps": length})
+
     def build_matrices(self, params: Sequence[NamedParam], groups: list[dict[str, Any]]) -> NuMuon:
+        if self.schedule != "fixed" and self.total_steps is None:
+            raise ConfigError(
+                f"schedule={self.schedule} needs the length in steps of a run whose end is not known; set it, or "
+                "train.steps",
+                key="total_steps",
+            )
         return NuMuon(
             groups,
             lr=self.lr,

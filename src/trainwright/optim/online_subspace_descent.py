@@ -6,6 +6,7 @@ then one step of Adam without decay (or another rule) on P, with  G^ = G / |G|_F
     L(P) = |P P^T G^ - G^|_F^2 + kappa |C - I|_F^2
     grad L = 2 (P A A^T - 2 G^ A^T + G^ A^T C) + 4 kappa P (C - I)
 The last line is [(E G^T + G^ E^T) P] with E = P P^T G^ - G^, multiplied out: one product with G beside those of GaLore.
+It is computed as P (2 A A^T + 4 kappa (C - I)) + G^ A^T (2 C - 4 I), two products of m r r.
 Memory-Efficient LLM Training with Online Subspace Descent, arXiv:2408.12857.
 
 State of m x n with m <= n: m r of projection, 2 m r of its moments, 2 n r: more than GaLore's.
@@ -29,8 +30,8 @@ from torch import Tensor
 from trainwright.core.params import NamedParam
 from trainwright.core.registry import register
 from trainwright.optim import low_rank_inner
-from trainwright.optim.low_rank import Inner, LowRankConfig, LowRankRule
-from trainwright.optim.low_rank_parts import Part, sum_over_ranks
+from trainwright.optim.low_rank import PRODUCTS, Inner, LowRankConfig, LowRankRule, Products, product_dtype
+from trainwright.optim.low_rank_parts import Part, product, sum_over_ranks
 
 
 def projection_loss(p: Tensor, g: Tensor, kappa: float) -> Tensor:
@@ -51,8 +52,8 @@ def projection_gradient(p: Tensor, gr: Tensor, rr: Tensor, pp: Tensor, squared_n
     """
     scale = torch.where(seen(squared_norm), 1 / squared_norm, 0.0)
     identity = torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)
-    gr = gr * scale
-    return 2 * (p @ (rr * scale) - 2 * gr + gr @ pp) + 4 * kappa * (p @ (pp - identity))
+    # 2 (P rr - 2 gr + gr pp) + 4 kappa P (pp - I), with what P and gr are multiplied by put together first
+    return p @ (2 * scale * rr + 4 * kappa * (pp - identity)) + gr @ (scale * (2 * pp - 4 * identity))
 
 
 def seen(squared_norm: Tensor) -> Tensor:
@@ -70,6 +71,8 @@ class OnlineSubspaceDescent(LowRankRule):
     Raises ValueError for ``lr`` of 0 at the start, a ``projection_lr`` outside [0, 0.1] and a negative ``kappa``.
     """
 
+    shapes_state = (*LowRankRule.shapes_state, "projection_rule")
+
     def __init__(
         self,
         params: Any,
@@ -84,6 +87,7 @@ class OnlineSubspaceDescent(LowRankRule):
         projection_lr: float = 5e-3,
         projection_rule: Inner = "adam",
         kappa: float = 0.1,
+        products: Products = "full",
     ):
         if lr <= 0:
             raise ValueError(f"{lr=} should be more than 0: the rate of the projection is a share of it")
@@ -102,6 +106,7 @@ class OnlineSubspaceDescent(LowRankRule):
             betas=betas,
             eps=eps,
             gap=None,
+            products=products,
             more=more,
         )
 
@@ -122,7 +127,8 @@ class OnlineSubspaceDescent(LowRankRule):
             for part, r in zip(parts, reduced, strict=True)
         ]
         rs = [r if part.left else r.mT for part, r in zip(parts, rs, strict=True)]
-        gr = sum_over_ranks(parts, [g @ r.mT for g, r in zip(gs, rs, strict=True)], ("kept",))
+        dtype = product_dtype([part.param for part in parts], group)
+        gr = sum_over_ranks(parts, [product(g, r.mT, dtype) for g, r in zip(gs, rs, strict=True)], ("kept",))
         rr = sum_over_ranks(parts, [r @ r.mT for r in rs], ("kept",))
         pp = sum_over_ranks(parts, [p.mT @ p for p in projections], ("projected",))
         norms = sum_over_ranks(parts, [g.square().sum((-2, -1), keepdim=True) for g in gs], ("kept", "projected"))
@@ -157,6 +163,7 @@ class OnlineSubspaceDescentConfig(LowRankConfig):
     )
     projection_rule: Inner = Field("adam", description="Update rule of the projection.")
     kappa: NonNegativeFloat = Field(0.1, description="Weight of the pull towards orthonormal columns.")
+    products: Products = Field("full", description=PRODUCTS)
 
     def build_matrices(self, params: Sequence[NamedParam], groups: list[dict[str, Any]]) -> OnlineSubspaceDescent:
         self.check_ranks(params)
@@ -166,4 +173,5 @@ class OnlineSubspaceDescentConfig(LowRankConfig):
             projection_lr=self.projection_lr,
             projection_rule=self.projection_rule,
             kappa=self.kappa,
+            products=self.products,
         )

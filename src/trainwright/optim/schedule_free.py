@@ -29,9 +29,10 @@ from trainwright.core.params import NamedParam
 from trainwright.core.registry import register
 from trainwright.optim.adamw import decay_groups
 from trainwright.optim.base import OptimizerConfig
+from trainwright.optim.settings import CheckedOptimizer
 
 
-class ScheduleFreeAdamW(torch.optim.Optimizer):
+class ScheduleFreeAdamW(CheckedOptimizer):
     """Schedule-free AdamW for parameters of any shape, plain or DTensor.
 
     betas  interpolation between z and x, in (0, 1), and decay of the second moment, in [0, 1)
@@ -51,12 +52,18 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         r: float = 0.0,
     ):
-        check_betas(betas)
         defaults = {
             "lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "r": r, "step": 0,
             "weight_sum": 0.0, "lr_max": 0.0,
         }  # fmt: skip
         super().__init__(params, defaults)
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        check_betas(group["betas"])
+        super().check_group(group)
+
+    def state_settings(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {"betas[0]": group["betas"][0]}  # what x is told by, from y and z
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]

@@ -28,8 +28,6 @@ class Signum(UpdateRule):
     """
 
     def __init__(self, params: Any, lr: float = 1e-4, momentum: float = 0.9, weight_decay: float = 0.0):
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum={momentum} should be in [0, 1)")
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     def updates(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> list[Tensor]:

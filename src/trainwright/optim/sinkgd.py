@@ -29,6 +29,7 @@ from torch import Tensor
 from trainwright.core.params import NamedParam
 from trainwright.core.registry import register
 from trainwright.optim.matrix import MatrixConfig, MatrixRule
+from trainwright.optim.settings import Count
 from trainwright.optim.slices import Slices, local_norms, rounds
 from trainwright.optim.swan import FLOOR, of_norm, whiten
 from trainwright.optim.whole import map_whole
@@ -112,21 +113,20 @@ class SinkGD(MatrixRule):
         weight_decay: float = 0.0,
         scale: float = 0.05,
         norms: Sequence[str] = ("row", "column"),
-        passes: int = 5,
+        passes: Count = 5,
         momentum: float = 0.0,
         momentum_at: Literal["before", "after"] = "before",
     ):
-        if passes < 1:
-            raise ValueError(f"passes={passes} should be 1 or more")
         if not norms or set(norms) - set(NORMS):
             raise ValueError(f"norms={list(norms)} should name one or more of {', '.join(NORMS)}")
-        if momentum_at not in ("before", "after"):
-            raise ValueError(f"momentum_at={momentum_at!r} should be 'before' or 'after'")
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "scale": scale, "norms": tuple(norms), "passes": passes,
             "momentum": momentum, "momentum_at": momentum_at,
         }  # fmt: skip
         super().__init__(params, defaults)
+
+    def state_settings(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {"momentum_at": group["momentum_at"]} if group["momentum"] else {}
 
     def updates(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
         for p in params:

@@ -32,6 +32,7 @@ from torch import Tensor
 from trainwright.core.params import NamedParam
 from trainwright.core.registry import register
 from trainwright.optim.matrix import MatrixConfig, MatrixRule
+from trainwright.optim.settings import Count, Decay
 from trainwright.optim.whole import batches, gather, like, matrices, split_dim
 
 TIE_BREAK = 1e-2  # of the mean eigenvalue
@@ -74,6 +75,8 @@ class SOAP(MatrixRule):
     Raises ValueError for parameters with fewer than two dimensions and for settings out of range.
     """
 
+    shapes_state = ("max_side", "splits")
+
     def __init__(
         self,
         params: Any,
@@ -81,15 +84,11 @@ class SOAP(MatrixRule):
         betas: tuple[float, float] = (0.95, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
-        shampoo_beta: float | None = None,
-        frequency: int = 10,
+        shampoo_beta: Decay | None = None,
+        frequency: Count = 10,
         max_side: int = 10_000,
     ):
         shampoo_beta = betas[1] if shampoo_beta is None else shampoo_beta
-        if not all(0 <= b < 1 for b in (*betas, shampoo_beta)):
-            raise ValueError(f"betas={betas} and shampoo_beta={shampoo_beta}: each should be in [0, 1)")
-        if frequency < 1:
-            raise ValueError(f"frequency={frequency} should be at least 1")
         defaults = {
             "lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "shampoo_beta": shampoo_beta,
             "frequency": frequency, "max_side": max_side,

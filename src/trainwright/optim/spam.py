@@ -41,6 +41,7 @@ from trainwright.core.seeds import derive
 from trainwright.optim.adamw import decay_groups
 from trainwright.optim.base import ROUNDINGS, OptimizerConfig, UpdateRule
 from trainwright.optim.matrix import MATRICES
+from trainwright.optim.settings import Share
 from trainwright.optim.whole import like
 
 
@@ -94,6 +95,7 @@ class SPAM(UpdateRule):
     """
 
     group_state = ("step",)
+    shapes_state = ("density",)
 
     def __init__(
         self,
@@ -106,7 +108,7 @@ class SPAM(UpdateRule):
         reset_every: int = 500,
         reset_warmup: int = 150,
         clip_after: int = 20,
-        density: float = 1.0,
+        density: Share = 1.0,
         reset_bias: bool = False,
         seed: int = 0,
     ):
@@ -116,11 +118,13 @@ class SPAM(UpdateRule):
             "reset_bias": reset_bias, "seed": seed, "step": 0,
         }  # fmt: skip
         super().__init__(params, defaults)
-        for group in self.param_groups:
-            check_settings(group)
-            vectors = [tuple(p.shape) for p in group["params"] if p.ndim < 2]
-            if group["density"] < 1 and vectors:
-                raise ValueError(f"density={group['density']} is for matrices, got a parameter of shape {vectors[0]}")
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        super().check_group(group)
+        check_settings(group)
+        vectors = [tuple(p.shape) for p in group["params"] if p.ndim < 2]
+        if group["density"] < 1 and vectors:
+            raise ValueError(f"density={group['density']} is for matrices, got a parameter of shape {vectors[0]}")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

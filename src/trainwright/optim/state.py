@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,15 +14,16 @@ from trainwright.core.distributed import local_tensor
 from trainwright.core.errors import CheckpointError
 from trainwright.core.params import NamedParam
 from trainwright.optim.base import ROUNDINGS
+from trainwright.optim.settings import differing, state_settings
 
 
 def named_state(optimizer: torch.optim.Optimizer, params: Sequence[NamedParam]) -> dict[str, Any]:
     """``{"tensors": {param name: {key: tensor}}, "scalars": {...}}``; the tensors are live, the scalars JSON values.
 
     ``scalars`` holds the kind of optimizer, names and shapes of all parameters, shape, dtype and placement of every
-    tensor (so that it can be allocated before it is read), numbers in the state, per group the names of its parameters
-    and the entries that the optimizer lists in ``group_state``, and what its ``extra_state()`` returns (generators,
-    counters).
+    tensor (so that it can be allocated before it is read), numbers in the state, per group the names of its parameters,
+    the entries that the optimizer lists in ``group_state`` and the settings that its state is made for, and what its
+    ``extra_state()`` returns (generators, counters).
     """
     tensors: dict[str, dict[str, Tensor]] = {}
     specs: dict[str, dict[str, Any]] = {}
@@ -36,8 +37,12 @@ def named_state(optimizer: torch.optim.Optimizer, params: Sequence[NamedParam]) 
                 numbers.setdefault(n.name, {})[key] = value
     keys = (*getattr(optimizer, "group_state", ()), ROUNDINGS)
     groups = [
-        {"params": sorted(names), "entries": {k: members[0][k] for k in keys if k in members[0]}}
-        for names, members in _groups(optimizer, params)
+        {
+            "params": sorted(found.names),
+            "entries": {k: found.members[0][k] for k in keys if k in found.members[0]},
+            "settings": found.settings,
+        }
+        for found in _groups(optimizer, params)
     ]
     extra = optimizer.extra_state() if hasattr(optimizer, "extra_state") else {}
     scalars = {
@@ -87,8 +92,8 @@ def load_named_state(
     """Put a state from :func:`named_state` (its tensors filled) into ``optimizer``, matched by name.
 
     copy  False: the tensors become the optimizer's own; for those of :func:`allocate_named_state`, held by no other.
-    Raises CheckpointError, before anything is changed, when names, shapes, tensors, groups or the kind of optimizer
-    differ.
+    Raises CheckpointError, before anything is changed, when names, shapes, tensors, groups, the kind of optimizer or a
+    setting that its state is made for differ.
     """
     scalars, given = state["scalars"], state["tensors"]
     allocate_named_state(params, {**scalars, "specs": {}})  # names and shapes must agree
@@ -97,6 +102,7 @@ def load_named_state(
             f"the checkpoint holds the state of {scalars['kind']}, the optimizer is {_kind(optimizer)}; "
             "resume with the same optimizer, or start a new run from the weights"
         )
+    _check_settings(optimizer, params, scalars["groups"])
     _check_tensors(scalars["specs"], given)
     groups = _match_groups(optimizer, params, scalars["groups"])
     expected = set(optimizer.extra_state()) if hasattr(optimizer, "extra_state") else set()
@@ -145,8 +151,8 @@ def scalars_of(
 ) -> dict[str, Any]:
     """The part of stored ``scalars`` for ``params`` where they are those of one ``stage``, or were stored by stages.
 
-    Otherwise ``scalars`` as they are. Stored groups with equal entries that together are one of ``optimizer``'s count
-    as that one.
+    Otherwise ``scalars`` as they are. Stored groups that are equal but for their parameters, and together are one of
+    ``optimizer``'s, count as that one.
     """
     by_stage = scalars.get("stages")
     if stage is None and by_stage is None:
@@ -163,27 +169,34 @@ def scalars_of(
             kept["kind"] = _kind(optimizer)  # a stage may have no parameter for one of several parts
         if by_stage is not None:
             kept["extra"] = by_stage.get(str(stage), scalars["extra"])
-    stored = [(set(g["params"]) & mine, g["entries"]) for g in scalars["groups"]]
-    stored = [(names, entries) for names, entries in stored if names]
+    stored = [(set(g["params"]) & mine, {k: v for k, v in g.items() if k != "params"}) for g in scalars["groups"]]
+    stored = [(names, rest) for names, rest in stored if names]
     groups = []
-    for live, _ in _groups(optimizer, params):
-        parts = [(names, entries) for names, entries in stored if names <= live]
-        if parts and set().union(*(n for n, _ in parts)) == live and all(e == parts[0][1] for _, e in parts):
-            groups.append({"params": sorted(live), "entries": parts[0][1]})
+    for live in _groups(optimizer, params):
+        parts = [(names, rest) for names, rest in stored if names <= live.names]
+        if parts and set().union(*(n for n, _ in parts)) == live.names and all(r == parts[0][1] for _, r in parts):
+            groups.append({"params": sorted(live.names), **parts[0][1]})
             stored = [part for part in stored if part not in parts]
-    kept["groups"] = groups + [{"params": sorted(names), "entries": entries} for names, entries in stored]
+    kept["groups"] = groups + [{"params": sorted(names), **rest} for names, rest in stored]
     return kept
 
 
-def _groups(
-    optimizer: torch.optim.Optimizer, params: Sequence[NamedParam]
-) -> list[tuple[frozenset[str], list[dict[str, Any]]]]:
-    """Names and dicts of each group; those that were split by layout alone (``split_of``) count as one."""
+class _Group(NamedTuple):
+    """Parameters that are set alike: their names, the optimizer's groups, and the settings their state is made for."""
+
+    names: frozenset[str]
+    members: list[dict[str, Any]]
+    settings: dict[str, Any]
+    kind: str  # of optimizer
+
+
+def _groups(optimizer: torch.optim.Optimizer, params: Sequence[NamedParam]) -> list[_Group]:
+    """Those of ``optimizer``; groups that were split by layout alone (``split_of``) count as one."""
     name_of = {id(n.param): n.name for n in params}
-    found: dict[Any, tuple[set[str], list[dict[str, Any]]]] = {}
+    found: dict[Any, tuple[set[str], list[dict[str, Any]], torch.optim.Optimizer]] = {}
     parts = getattr(optimizer, "parts", None) or [optimizer]
     for i, j, group in ((i, j, group) for i, part in enumerate(parts) for j, group in enumerate(part.param_groups)):
-        names, members = found.setdefault((i, group.get("split_of", j)), (set(), []))
+        names, members, _ = found.setdefault((i, group.get("split_of", j)), (set(), [], parts[i]))
         unknown = [tuple(p.shape) for p in group["params"] if id(p) not in name_of]
         if unknown:
             raise CheckpointError(
@@ -192,7 +205,27 @@ def _groups(
             )
         names |= {name_of[id(p)] for p in group["params"]}
         members.append(group)
-    return [(frozenset(names), members) for names, members in found.values()]
+    return [
+        _Group(frozenset(names), members, state_settings(part, members[0]), _kind(part))
+        for names, members, part in found.values()
+    ]
+
+
+def _check_settings(
+    optimizer: torch.optim.Optimizer, params: Sequence[NamedParam], stored: list[dict[str, Any]]
+) -> None:
+    """By parameter, since a setting may decide on the grouping. Older checkpoints do not tell theirs."""
+    there = {name: g.get("settings", {}) for g in stored for name in g["params"]}
+    for group in _groups(optimizer, params):
+        for name in sorted(group.names):
+            key = differing(group.settings, there.get(name, {}))
+            if key is not None:
+                value, before = group.settings[key], there[name][key]
+                raise CheckpointError(
+                    f"{key} is {value!r} now and was {before!r} when the checkpoint was written, and what {group.kind} "
+                    f"keeps of {name} is made for the latter; set {key} back to {before!r} to go on with this run, or "
+                    "start a new run from the weights"
+                )
 
 
 def _match_groups(
@@ -201,17 +234,18 @@ def _match_groups(
     """Each group of ``optimizer`` with its stored entries. CheckpointError names what is grouped differently."""
     live = _groups(optimizer, params)
     entries = {frozenset(g["params"]): g["entries"] for g in stored}
-    if entries.keys() != {names for names, _ in live}:
+    mine = {group.names for group in live}
+    if entries.keys() != mine:
         sides = {
-            "only in the optimizer": [names for names, _ in live if names not in entries],
-            "only in the checkpoint": [names for names in entries if names not in {names for names, _ in live}],
+            "only in the optimizer": [group.names for group in live if group.names not in entries],
+            "only in the checkpoint": [names for names in entries if names not in mine],
         }
         found = [f"{what}: {'; '.join(_listed(g) for g in which)}" for what, which in sides.items() if which]
         raise CheckpointError(
             f"the optimizer has {len(live)} parameter groups, the checkpoint {len(stored)}, and they differ "
             f"({' / '.join(found)}); resume with the same optimizer, or start a new run from the weights"
         )
-    return [(group, entries[names]) for names, members in live for group in members]
+    return [(member, entries[group.names]) for group in live for member in group.members]
 
 
 def _listed(names: frozenset[str]) -> str:

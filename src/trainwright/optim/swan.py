@@ -16,16 +16,20 @@ lifts small singular values 1.6 times faster a round; with b = 1/2 and 10 rounds
 stay below 1. The paper's printed GradNorm mixes a sum and a mean; the mean is meant. A row without variance gives a
 zero row. Of square and tall matrices centring leaves one singular value zero.
 
+``whitening: polar`` computes the same D, which is the polar factor of G~, as the other matrix methods do: 6 rounds of
+the Polar Express quintic (spectral_sphere.msign), in bfloat16 where Muon's iteration is. Their products lift small
+singular values 1800 times, against 57 times by 10 rounds of the above, at less than half of its cost in bfloat16.
+
 The paper writes the iteration for a pair: Y = G~ G~^T / |.|_F, Z = I; T = 3 I - Z Y, Y = b Y T, Z = b T Z; D = Z X.
 In exact arithmetic that is ours (Z Y = X X^T), but in float32 rounding makes small eigenvalues of Y negative, which
 grow 2.25 times a round: on matrices of low rank, as gradients are, some 20 rounds end in NaN. X X^T cannot do that.
-As in the paper the iteration runs in float32 or wider.
+As in the paper that iteration runs in float32 or wider.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -33,10 +37,13 @@ from torch import Tensor
 
 from trainwright.core.params import NamedParam
 from trainwright.core.registry import register
+from trainwright.optim import muon
 from trainwright.optim.matrix import MatrixConfig, MatrixRule
+from trainwright.optim.settings import Count
+from trainwright.optim.spectral_sphere import msign
 from trainwright.optim.whole import map_whole
 
-Whitening = Literal["newton_schulz", "nsds", "exact"]
+Whitening = Literal["newton_schulz", "nsds", "exact", "polar"]
 FLOOR = 1e-18  # of norms: squares of what is smaller vanish in float32
 
 
@@ -58,6 +65,10 @@ def whiten(
         left, s, right = torch.linalg.svd(g, full_matrices=False)
         kept = s > s[..., :1] * max(g.shape[-2:]) * torch.finfo(g.dtype).eps
         return (left * kept.unsqueeze(-2)) @ right
+    if method == "polar":
+        dtype = g.dtype if g.dtype == torch.float64 else muon.iteration_dtype(g.device)
+        x = g / g.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
+        return msign(x.reshape(-1, *g.shape[-2:]), steps, dtype).to(g.dtype).reshape(g.shape)
     tall = g.shape[-2] > g.shape[-1]
     x = g.mT if tall else g
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)  # no overflow in what follows
@@ -110,7 +121,8 @@ class Swan(MatrixRule):
     lr, scale  the update's RMS is their product
     normalise  GradNorm; False: whitening alone, scaled to the gradient's norm
     centre     subtract the row's mean in GradNorm
-    whitening  "newton_schulz", "nsds" or "exact" (by singular values)
+    whitening  "newton_schulz", "nsds", "exact" (by singular values) or "polar" (as Newton-Schulz, but cheaper)
+    steps      of the iteration; None: 10, of nsds 2, of polar 6
     No state. Raises ValueError for parameters with fewer than two dimensions and for an unknown whitening.
     """
 
@@ -123,15 +135,14 @@ class Swan(MatrixRule):
         normalise: bool = True,
         centre: bool = True,
         whitening: Whitening = "newton_schulz",
-        steps: int | None = None,
-        beta: float | None = None,
+        steps: Count | None = None,
+        beta: Annotated[float, Field(gt=0, lt=1)] | None = None,
     ):
-        if whitening not in ("newton_schulz", "nsds", "exact"):
-            raise ValueError(f"whitening={whitening!r} should be 'newton_schulz', 'nsds' or 'exact'")
         cheap = whitening == "nsds"
+        rounds = {"nsds": 2, "polar": 6}.get(whitening, 10)
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "scale": scale, "normalise": normalise, "centre": centre,
-            "whitening": whitening, "steps": (2 if cheap else 10) if steps is None else steps,
+            "whitening": whitening, "steps": rounds if steps is None else steps,
             "beta": (0.4 if cheap else 0.5) if beta is None else beta,
         }  # fmt: skip
         super().__init__(params, defaults)
@@ -160,9 +171,12 @@ class SwanConfig(MatrixConfig):
     normalise: bool = Field(True, description="GradNorm before whitening.")
     centre: bool = Field(True, description="Subtract the row's mean in GradNorm.")
     whitening: Whitening = Field(
-        "newton_schulz", description="newton_schulz, nsds (cheap, diagonal products) or exact (slow)."
+        "newton_schulz",
+        description="newton_schulz, polar (the same, by cheaper rounds), nsds (diagonal products) or exact (slow).",
     )
-    steps: PositiveInt | None = Field(None, le=30, description="Rounds of the iteration; null: 10, for nsds 2.")
+    steps: PositiveInt | None = Field(
+        None, le=30, description="Rounds of the iteration; null: 10, for nsds 2, for polar 6."
+    )
     beta: float | None = Field(
         None, gt=0, lt=1, description="Step of the iteration; null: 0.5, which converges (paper: 0.8), for nsds 0.4."
     )

@@ -20,6 +20,7 @@ from trainwright.core.params import NamedParam
 from trainwright.core.registry import Slot, build
 from trainwright.optim.base import OptimizerConfig, UpdateRule, reported
 from trainwright.optim.composite import CompositeOptimizer
+from trainwright.optim.settings import check
 
 
 class WrappedRule(UpdateRule):
@@ -56,6 +57,13 @@ class WrappedRule(UpdateRule):
 
     def _share(self) -> None:
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """The wrapper's own settings; the inner rule has checked the group."""
+        check(type(self), vars(self))
+
+    def state_settings(self, group: dict[str, Any]) -> dict[str, Any]:
+        return self.inner.state_settings(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self.__dict__.get("param_groups") is self.inner.param_groups:

@@ -13,8 +13,8 @@ from trainwright.core.distributed import gather_objects, launched_world_size
 from trainwright.core.errors import ConfigError
 from trainwright.models.architecture import Architecture
 from trainwright.parallel.auto import Machine, Work, choose
-from trainwright.parallel.config import Degrees
-from trainwright.parallel.legal import check_cut
+from trainwright.parallel.config import Degrees, micro_batch_rows
+from trainwright.parallel.legal import check_cut, check_parts
 from trainwright.parallel.pipeline.legal import check_early_exits, check_recipe
 from trainwright.parallel.sppo.legal import check_recipe as check_chunks
 
@@ -46,6 +46,11 @@ def check(config: RunConfig, world_size: int) -> Degrees:
     """The degrees on ``world_size`` processes. Raises ConfigError where the recipe cannot run on these."""
     config = settled(config, world_size, quietly=True)
     degrees = config.parallel.resolve(world_size)
+    if config.train.known_steps is not None:
+        try:
+            config.optimizer.for_run(config.train.known_steps)
+        except ConfigError as error:
+            raise error.under("optimizer") from None
     if world_size > 1 or config.parallel.tensor is not None:
         check_cut(degrees, config.parallel, architecture(config), config.train.seq_len)
     rows, dp_size = config.train.global_batch_rows, degrees.dp_replicate * degrees.dp_shard
@@ -74,16 +79,14 @@ def check(config: RunConfig, world_size: int) -> Degrees:
         config.parallel.sharding.check_steps(None if config.data.batcher.regroups else math.ceil(local / micro))
     if config.parallel.tensor is not None:
         config.parallel.tensor.check_recipe(config, *local_rows(config, dp_size, degrees.pp))
+    check_parts(degrees, config, architecture(config), *local_rows(config, dp_size, degrees.pp))
     return degrees
 
 
 def local_rows(config: RunConfig, ranks: int, pp: int) -> tuple[int, int]:
     """Rows of a step, and those of a micro-batch, on each of the ranks that see different rows."""
     local = max(1, math.ceil(config.train.global_batch_rows / ranks))
-    micro = config.train.micro_batch_size or max(1, 8192 // config.train.seq_len)
-    if pp > 1 and config.train.micro_batch_size is None:
-        micro = min(micro, max(1, local // (4 * pp)))  # ranks are idle for (pp - 1) / micro-batches of a step
-    return local, min(micro, local)
+    return local, micro_batch_rows(local, config.train.seq_len, pp, config.train.micro_batch_size)
 
 
 def check_agreed(config: RunConfig, degrees: Degrees) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def _load_evaluated_weights(model: LanguageModel, config: RunConfig, checkpointe
 
     params = named_params(model)
     average = config.average.build(params) if config.average else None
-    optimizer = config.optimizer.build(params)
+    optimizer = config.optimizer.for_run(sys.maxsize).build(params)  # it makes no step, and fits any run
     meta = inspect(path).meta
     if average is not None:
         tree = {"average": average.state_dict()["tensors"]}

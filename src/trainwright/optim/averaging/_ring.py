@@ -153,6 +153,9 @@ class RingAverage(ABC):
     The live weights are never touched by it, so the training is the same with and without.
     """
 
+    name = ""  # in recipes
+    size_name = "size"  # likewise, of the number of snapshots
+
     def __init__(self, params: Sequence[NamedParam], size: int, every: int = 100, start: int = 0):
         if every < 1:
             raise ValueError(f"every={every}: snapshots are at least one step apart")
@@ -181,7 +184,9 @@ class RingAverage(ABC):
         return swapped_for(self.ring.params, self.ring.average(self.weights(count)) if count else None)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.ring.state_dict()
+        state = self.ring.state_dict()
+        state["scalars"]["made_for"] = {"average": self.name, f"average.{self.size_name}": self.ring.size}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.ring.load_state_dict(state)

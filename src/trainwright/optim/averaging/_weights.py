@@ -42,6 +42,23 @@ def swapped_for(params: Sequence[NamedParam], averages: Iterable[Tensor] | None)
             torch._foreach_copy_(live, kept)
 
 
+def require_same(average: Any, scalars: dict[str, Any] | None) -> None:
+    """CheckpointError for the stored ``scalars`` of another average, or of another number of snapshots.
+
+    Before tensors are read, which are named by that. None: there is no average, on either side.
+    """
+    stored = (scalars or {}).get("made_for", {"average": None} if scalars is None else {})
+    own = {"average": None} if average is None else average.state_dict()["scalars"].get("made_for", {})
+    for key in own:
+        if key in stored and own[key] != stored[key]:
+            now, before = own[key] or "none", stored[key] or "none"
+            raise CheckpointError(
+                f"{key} is {now} now and was {before} when the checkpoint was written, and its state goes with that; "
+                f"set {key} back to {stored[key] or 'null'} to go on with this run, or start a new run from "
+                "the weights"
+            )
+
+
 def require_names(params: Sequence[NamedParam], saved: dict[str, Any]) -> None:
     """CheckpointError naming the parameters that ``saved`` has no average of."""
     missing = [n.name for n in params if n.name not in saved]

@@ -49,7 +49,7 @@ class EMA:
 
     def state_dict(self) -> dict[str, Any]:
         tensors = {n.name: {"average": a} for n, a in zip(self.params, self.averages, strict=True)}
-        return {"tensors": tensors, "scalars": {"updates": self.updates}}
+        return {"tensors": tensors, "scalars": {"updates": self.updates, "made_for": {"average": "ema"}}}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -32,6 +32,8 @@ class LAWA(RingAverage):
     ``k=1`` is the last snapshot itself. Raises ValueError for k, every < 1 and start < 0.
     """
 
+    name, size_name = "lawa", "k"
+
     def __init__(self, params: Sequence[NamedParam], k: int = 5, every: int = 100, start: int = 0):
         super().__init__(params, k, every, start)
 

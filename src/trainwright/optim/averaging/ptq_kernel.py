@@ -253,6 +253,8 @@ class KernelAverage(RingAverage):
     for p <= 0, tau < 0, and a kernel that reaches over more than ``size`` snapshots.
     """
 
+    name = "ptq_kernel"
+
     def __init__(
         self,
         params: Sequence[NamedParam],
@@ -265,6 +267,7 @@ class KernelAverage(RingAverage):
         kernel_weights(p, tau, size)
         super().__init__(params, size, every, start)
         self.p, self.tau = p, tau
+        self._looked = False  # at the distances of the snapshots
 
     def weights(self, count: int) -> list[float]:
         return normalized(kernel_weights(self.p, self.tau, self.ring.size)[:count])
@@ -272,10 +275,14 @@ class KernelAverage(RingAverage):
     def swapped(self, *, tau: float | None = None, p: float | None = None) -> AbstractContextManager[None]:
         """Inside it the weights hold the average; before the first snapshot they stay as they are.
 
+        The first time that all snapshots are there it looks at their correlation_time, which may warn; on every rank.
         With ``tau`` or ``p`` that kernel is used once, as ``choose_tau`` needs it; it must fit into the snapshots held
         (ValueError with the number missing).
         """
         if tau is None and p is None:
+            if not self._looked and len(self.ring) == self.ring.size >= 3:
+                self._looked = True
+                self.correlation_time()
             return super().swapped()
         kernel = self.p if p is None else p, self.tau if tau is None else tau
         if not len(self.ring):

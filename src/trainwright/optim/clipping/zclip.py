@@ -181,6 +181,8 @@ class ZClip:
         return {name: getattr(self, name).item() for name in _STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not state:  # of a clipper that keeps none: the statistics begin here
+            return
         for name in _STATE:
             old = getattr(self, name)
             setattr(self, name, torch.tensor(state[name], dtype=old.dtype, device=old.device))
