@@ -18,11 +18,17 @@ CHUNKS = (1, 2, 4, 8, 16, 32)
 # kernel doesn't keep) over 8 GPUs; 24 GB/s to the host for each.
 LAYERS, WIDTH, VOCABULARY, PARAMETERS, GPUS, FLOPS = 32, 4096, 32_000, 6.5e9, 8, 156e12
 LENGTHS = (131_072, 524_288, 1_048_576, 2_097_152)
+NETWORK = 25e9  # bytes a second of each GPU to another node
 MEMORY_GIB = 60
 
 
 def run(quick: bool) -> dict[str, Any]:
-    return {"unit": _unit(), "solved": _solved(), "recorded": _recorded(256 if quick else 1024)}
+    return {
+        "unit": _unit(),
+        "solved": _solved(),
+        "multiplexed": _multiplexed(),
+        "recorded": _recorded(256 if quick else 1024),
+    }
 
 
 def _unit() -> dict[str, Any]:
@@ -41,13 +47,64 @@ def _unit() -> dict[str, Any]:
     return found
 
 
+def _stage_work(stages: int) -> Any:
+    from trainwright.parallel.sppo.cut import Work
+
+    return Work(2 * PARAMETERS / stages / GPUS / FLOPS, ((0, 4 * WIDTH * LAYERS / stages / GPUS / FLOPS),))
+
+
+def _multiplexed() -> dict[str, Any]:
+    """Idle stages share the first and last chunks (planned only): in unit time, and with a 7B model's constants.
+
+    A stage that helps gets the weights and sends their gradient in bfloat16. Of a chunk that is shared, q, k, v and the
+    output go to and fro in each layer, and the keys and values of all past chunks go to those that take their heads.
+    """
+    from trainwright.parallel.sppo.cut import bounds
+    from trainwright.parallel.sppo.multiplex import best, multiplex
+    from trainwright.parallel.sppo.simulator import simulate
+
+    unit = {}
+    for stages, n in itertools.product(STAGES, CHUNKS):
+        plain = simulate([1 / n] * n, stages, [2 / n] * n)
+        found = multiplex([1 / n] * n, stages, [2 / n] * n, stages - 1)
+        unit[f"{stages} {n}"] = {
+            "time": found.seconds / plain.seconds,
+            "bubble": found.bubble,
+            "before": plain.bubble,
+            "held": found.held,
+        }
+    rows = {}
+    stages = 4
+    work = _stage_work(stages)
+    for length, n in itertools.product(LENGTHS[:3], (8, 16)):
+        cut = bounds(length, n, "balanced", work)
+        times = work.of(cut)
+        back = [2 * t for t in times]
+        of_token = 2 * WIDTH * LAYERS / stages / GPUS  # bytes of one of q, k, v, output
+        exchange = [(2 * start + 4 * (stop - start)) * of_token / NETWORK for start, stop in itertools.pairwise(cut)]
+        weights = 2 * PARAMETERS / stages / GPUS / NETWORK
+        plain = simulate(times, stages, back)
+        free = best(times, stages, back)
+        paid = best(times, stages, back, weights=weights, exchange=exchange)
+        rows[f"{length} {n}"] = {
+            "seconds": plain.seconds,
+            "free": free.seconds / plain.seconds,
+            "paid": paid.seconds / plain.seconds,
+            "depth": paid.depth,
+            "held": paid.held,
+            "bubble": plain.bubble,
+            "paid_bubble": paid.bubble,
+        }
+    return {"unit": unit, "7b": rows}
+
+
 def _solved() -> dict[str, Any]:
-    from trainwright.parallel.sppo.cut import Work, bounds
+    from trainwright.parallel.sppo.cut import bounds
     from trainwright.parallel.sppo.simulator import simulate
     from trainwright.parallel.sppo.solver import Machine, evaluate, solve
 
     stages = 4
-    work = Work(2 * PARAMETERS / stages / GPUS / FLOPS, ((0, 4 * WIDTH * LAYERS / stages / GPUS / FLOPS),))
+    work = _stage_work(stages)
     kv = 2 * (2 + 4) * WIDTH * LAYERS / stages / GPUS  # bfloat16, and gradients in float32
     machine = Machine(work, 34 * WIDTH * LAYERS / stages / GPUS, 24e9, kv, 4 * VOCABULARY * WIDTH / GPUS)
     found = {}
@@ -176,6 +233,34 @@ def table(result: dict[str, Any]) -> str:
         "",
         f"16 balanced chunks take {result['solved']['balanced_over_equal']:.3f} of the time of 16 equal ones at "
         f"{LENGTHS[-2]:,} tokens.",
+    ]
+    lines += [
+        "",
+        "Planned only: idle stages share the first and last chunks. Unit time, nothing to pay for; time of a step over "
+        "that without (bubble before, and then):",
+        "",
+        "| stages | " + " | ".join(f"n = {n}" for n in CHUNKS) + " |",
+        "|---" * (len(CHUNKS) + 1) + "|",
+    ]
+    for stages in STAGES:
+        cells = (result["multiplexed"]["unit"][f"{stages} {n}"] for n in CHUNKS)
+        shown = (f"{c['time']:.3f} ({c['before']:.2f}, {c['bubble']:.2f})" for c in cells)
+        lines.append(f"| {stages} | " + " | ".join(shown) + " |")
+    lines += [
+        "",
+        f"The 7B model's stages, balanced chunks, {NETWORK / 1e9:.0f} GB/s between nodes for each GPU:",
+        "",
+        "| tokens a row | chunks | seconds | nothing to pay for | weights and keys paid for | shared where so many or "
+        "fewer work | stages' weights on a device | bubble before | then |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, r in result["multiplexed"]["7b"].items():
+        length, n = name.split()
+        lines.append(
+            f"| {int(length):,} | {n} | {r['seconds']:.2f} | {r['free']:.3f} | {r['paid']:.3f} | {r['depth']} | "
+            f"{r['held']} | {r['bubble']:.3f} | {r['paid_bubble']:.3f} |"
+        )
+    lines += [
         "",
         f"A decoder of 4 layers, one row of {result['recorded']['length']:,} tokens in two documents, float32, here:",
         "",

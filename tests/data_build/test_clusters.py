@@ -1,5 +1,8 @@
 """Clusters against union-find and breadth-first search written out."""
 
+import tracemalloc
+from collections import deque
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -58,6 +61,58 @@ def test_cap_on_the_diameter(edges, steps):
         assert i in near[int(keeper)]
         assert keeper <= i and found.keeper[keeper] == keeper
     assert not any(found.kept[a] and found.kept[b] for a, b in edges)
+
+
+def written_out(count, edges, strength, steps):
+    """Breadth first from the best free document, its neighbours from the best to the worst."""
+    near = {i: [] for i in range(count)}
+    for a, b in edges:
+        near[a].append(b)
+        near[b].append(a)
+    keeper, similarity = list(range(count)), [1.0] * count
+    taken = set()
+    for node in range(count):
+        if node in taken:
+            continue
+        taken.add(node)
+        queue = deque([(node, 0)])
+        while queue:
+            here, far = queue.popleft()
+            if steps is not None and far >= steps:
+                continue
+            for other in sorted(near[here]):
+                if other not in taken:
+                    taken.add(other)
+                    keeper[other], similarity[other] = node, strength[min(here, other), max(here, other)]
+                    queue.append((other, far + 1))
+    return keeper, similarity
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(edge_lists, st.sampled_from([None, 1, 2, 3]), st.integers(1, 4), st.integers(0, 99))
+def test_keepers_and_similarities_are_those_of_a_search_written_out(edges, steps, at_once, seed):
+    edges = sorted({(min(e), max(e)) for e in edges})
+    strength = np.random.default_rng(seed).random((15, 15)).astype(np.float32)
+    expected = written_out(15, edges, strength, steps)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_PAIRS_AT_ONCE", at_once)
+        found = cluster(15, bands_of(edges, 15), lambda p: strength[p[:, 0], p[:, 1]].astype(float), max_steps=steps)
+    assert found.keeper.tolist() == expected[0]
+    assert found.similarity.tolist() == pytest.approx(expected[1])
+    assert found.edges == len(edges)
+
+
+@pytest.mark.parametrize(("together", "most"), [(1, 75), (2, 85), (4, 180)])
+def test_memory_a_document(together, most):
+    """Where every document has a copy, or three, it is what the docstring says."""
+    count = 100_000
+    keys = np.repeat(np.arange(count // together, dtype=np.uint64), together) * np.uint64(0x9FB21C651E98DF25)
+    tracemalloc.start()
+    found = cluster(count, lambda: [keys], everything)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found.kept.sum() == count // together
+    assert peak < most * count
 
 
 def test_a_chain_is_cut():

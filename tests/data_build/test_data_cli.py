@@ -9,9 +9,12 @@ from made_corpus import near_copy, text
 from trainwright.cli import run
 from trainwright.cli.data import parse_stage, read_stages
 from trainwright.core.errors import ConfigError
+from trainwright.data.build.cleaning import Language
 from trainwright.data.build.documents import Document
 from trainwright.data.build.formats import open_reader
-from trainwright.data.build.writers import write_documents
+from trainwright.data.build.pipeline import run_pipeline
+from trainwright.data.build.stages import make_stages
+from trainwright.data.build.writers import Writer, write_documents
 
 
 @pytest.fixture
@@ -75,6 +78,100 @@ def test_filter(raw, tmp_path, capsys):
     assert len(list(open_reader(out))) == 10
     assert run(["data", "filter", str(raw), "--out", str(tmp_path / "no")]) == 2
     assert "nothing to filter by" in capsys.readouterr().err
+
+
+def test_nothing_is_left(raw, tmp_path, capsys):
+    """A condition that nothing meets, such as on a field that is not there, is no success; a better one goes on."""
+    out = tmp_path / "out"
+    assert run(["data", "filter", str(raw), "--out", str(out), "--where", "nosuch > 3"]) == 2
+    error = capsys.readouterr().err
+    assert "no document is left of 55" in error and "where: no field nosuch 55" in error
+    assert [p.name for p in out.iterdir()] == [".build"]
+    assert run(["data", "filter", str(raw), "--out", str(out), "--where", "score > 3"]) == 0
+    assert run(["data", "build", str(raw), "--out", str(tmp_path / "b"), "--stage", "lengths:least=9999"]) == 2
+    assert "lengths: too short 55" in capsys.readouterr().err
+
+
+def test_json_arrays_and_tables(tmp_path, capsys):
+    array = tmp_path / "arr.json"
+    array.write_text('[\n{"text": "one"},\n{"text": "two"}\n]\n')
+    command = ["data", "build", "--out", str(tmp_path / "out"), "--stage", "unique_ids"]
+    assert run([*command, str(array)]) == 2
+    assert "one object a line" in capsys.readouterr().err
+    assert run([*command, str(array), "--input-format", "jsonl"]) == 2
+    assert "a JSON array is not read: write one object a line" in capsys.readouterr().err
+    array.write_text('[{"text": "one"}]')
+    assert run([*command, str(array), "--input-format", "jsonl"]) == 2
+    assert "a JSON array is not read: write one object a line" in capsys.readouterr().err
+    (tmp_path / "a.csv").write_text("text\none\n")
+    assert run([*command, str(tmp_path / "a.csv")]) == 2
+    assert "write one JSON object a line" in capsys.readouterr().err
+
+
+def test_one_name_stands_for_a_list(tmp_path):
+    pytest.importorskip("py3langid")
+    assert make_stages([parse_stage("language:keep=en")])[0].keep == {"en"}
+    assert make_stages([parse_stage("near_dedup:priority=wiki")])[0].priority == ["wiki"]
+    assert make_stages([{"scrub_personal": {"kinds": "email"}}])[0].kinds == ["email"]
+    assert Language(keep="de", languages="de").languages == ("de",)
+
+
+def test_inspect_of_an_empty_corpus(tmp_path, capsys):
+    run_pipeline(make_stages(["lengths"]), [Document("short", "0", "a")], Writer(tmp_path / "none"))
+    assert run(["data", "inspect", str(tmp_path / "none"), "--page", str(tmp_path / "page")]) == 0
+    assert "too short 1" in capsys.readouterr().out
+    assert run(["data", "inspect", str(tmp_path / "none"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["corpus"]["documents"] == 0
+    assert run(["data", "dedup", str(tmp_path / "none"), "--out", str(tmp_path / "out")]) == 2
+    assert "a built corpus without a document" in capsys.readouterr().err
+
+
+def test_ids_of_a_mix_are_each_their_own(raw, tmp_path, capsys):
+    """Also where the same file comes twice, where a source repeats, and in the part that is held out."""
+    out = tmp_path / "out"
+    more = ["--repeat", "2", "--total", "160", "--unit", "documents", "--holdout", "0.2"]
+    assert run(["data", "mix", f"a={raw}", f"b={raw}", "--out", str(out), *more]) == 0
+    assert "ids came twice" in capsys.readouterr().out
+    found = json.loads((out / "statistics.json").read_text())
+    for part in ("train", "validation"):
+        documents = list(open_reader(out / part))
+        assert len({d.id for d in documents}) == len(documents)
+        renamed = [d for d in documents if d.provenance and "was" in d.provenance[-1]]
+        assert renamed and all(
+            d.id in (f"a:{d.provenance[-1]['was']}", f"b:{d.provenance[-1]['was']}") for d in renamed
+        )
+    assert found["mixture"]["renamed_ids"] > 40
+    assert run(["data", "mix", f"a={raw}", "--out", str(tmp_path / "one"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["mixture"]["renamed_ids"] == 0
+
+
+@pytest.mark.parametrize("holdout", [[], ["--holdout", "0.2"]])
+def test_a_mix_that_is_there_already(raw, tmp_path, capsys, holdout):
+    out = tmp_path / "out"
+    command = ["data", "mix", f"a={raw}", "--out", str(out), *holdout]
+    assert run(command) == 0
+    shard = next(out.rglob("part-00000.jsonl"))
+    before = shard.stat().st_mtime_ns
+    capsys.readouterr()
+    assert run(command) == 0
+    assert "nothing was done" in capsys.readouterr().out
+    assert shard.stat().st_mtime_ns == before
+    assert sorted(p.name for p in out.iterdir() if p.name.startswith(".")) == [".build"]
+    assert run([*command, "--seed", "7"]) == 2  # another mix
+    assert "is not empty" in capsys.readouterr().err
+    shard.write_text("{}\n")
+    assert run(command) == 2
+    assert "changed or removed" in capsys.readouterr().err
+    assert sorted(p.name for p in out.iterdir() if p.name.startswith(".")) == [".build"]
+
+
+def test_a_mix_that_fails_leaves_nothing(raw, tmp_path):
+    (tmp_path / "mine").mkdir()
+    for out in (tmp_path / "out", tmp_path / "mine"):
+        assert run(["data", "mix", str(raw), "--out", str(out), "--holdout", "0.99999"]) == 2
+        assert run(["data", "mix", str(raw), "--out", str(out), "--total", "1T"]) == 2
+    assert not (tmp_path / "out").exists()
+    assert list((tmp_path / "mine").iterdir()) == []
 
 
 def test_filter_by_language(tmp_path):

@@ -1,6 +1,7 @@
 """Mixtures, shuffles and held-out parts (card B068: d, bad input)."""
 
 import random
+import tracemalloc
 from collections import Counter
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from made_corpus import text
 
 from trainwright.core.errors import ConfigError, DataError
+from trainwright.data.build import mixing as module
 from trainwright.data.build.documents import Document, sha256
 from trainwright.data.build.filters import Decontaminate
 from trainwright.data.build.mixing import is_held_out, mix, plan_mixture, shuffle
@@ -86,17 +88,80 @@ def test_a_source_that_holds_less_than_was_said():
 
 def test_shuffle(tmp_path):
     documents = made("a", range(1, 300))
-    first = list(shuffle(documents, 1, tmp_path, buckets=7))
+    first = list(shuffle(documents, 1, tmp_path))
     assert sorted(d.id for d in first) == sorted(d.id for d in documents)
     assert [d.id for d in first] != [d.id for d in documents]
-    assert first == list(shuffle(iter(documents), 1, tmp_path, buckets=7))
-    assert first != list(shuffle(documents, 2, tmp_path, buckets=7))
+    assert first == list(shuffle(iter(documents), 1, tmp_path))
+    assert first != list(shuffle(documents, 2, tmp_path))
     # No trace of the order: a document's old and new places are uncorrelated.
     places = {d.id: i for i, d in enumerate(documents)}
     pairs = [(places[d.id] - 149, i - 149) for i, d in enumerate(first)]
     correlation = sum(a * b for a, b in pairs) / sum(a * a for a, _ in pairs)
     assert abs(correlation) < 0.25
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_order_is_the_same_however_many_buckets(tmp_path, monkeypatch):
+    """Few or many, of the right size or split once more, and with one document that is larger than a bucket."""
+    documents = [*made("a", range(1, 400)), Document("y" * 50_000, "large", "a")]
+    expected = list(shuffle(documents, 3, tmp_path))
+    files = []
+    kept = module._into_buckets
+    monkeypatch.setattr(module, "_into_buckets", lambda *a: files.append(a[-1]) or kept(*a))
+    for size, most in ((2000, 1000), (2000, 3), (500, 2)):
+        monkeypatch.setattr(module, "BUCKET_BYTES", size)
+        monkeypatch.setattr(module, "MOST_BUCKETS", most)
+        for expected_bytes in (0, 1000, 150_000):
+            files.clear()
+            assert list(shuffle(documents, 3, tmp_path, expected_bytes)) == expected
+            assert max(files) <= most
+            assert len(files) > 1 or expected_bytes == 150_000
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_gathering_gives_the_same(tmp_path):
+    documents = made("a", range(1, 50))
+    module.scatter(documents, tmp_path, 0, 3 * module.BUCKET_BYTES)
+    half = module.gather(tmp_path)
+    first = [next(half) for _ in range(20)]
+    assert list(module.gather(tmp_path))[:20] == first
+    assert sorted(d.id for d in module.gather(tmp_path)) == sorted(d.id for d in documents)
+
+
+def test_memory_does_not_grow_with_the_corpus(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "BUCKET_BYTES", 1 << 18)
+
+    def peak(count):
+        documents = (Document(f"{i} " * 500, f"{i}", "a") for i in range(count))
+        tracemalloc.start()
+        for _ in shuffle(documents, 0, tmp_path, 2500 * count):
+            pass
+        found = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return found
+
+    assert peak(4000) < 1.5 * peak(1000) < 3 << 20
+
+
+def test_contaminants_are_taken_one_by_one():
+    from trainwright.data.build.blend import Blend
+
+    alive = []
+
+    class Text(str):
+        def __del__(self):
+            alive.remove(1)
+
+    def exam():
+        rng = random.Random(0)
+        for _ in range(50):
+            alive.append(1)
+            assert len(alive) < 4
+            yield Text(text(rng, 30))
+
+    blend = Blend({"a": made("a", [10])}, contaminants=exam())
+    rng = random.Random(0)
+    assert blend.clean is not None and blend.clean.apply(Document(text(rng, 30), "0")) != Document(text(rng, 30), "0")
 
 
 def test_d_held_out_and_training_texts_share_no_hash():

@@ -56,6 +56,8 @@ class Cell:
     gradients: bool = False
     recompute: bool = False
     dtype: torch.dtype = torch.float32
+    steps: int = STEPS
+    every: bool = False  # token counts
 
 
 def _pp(pp: int = 2, schedule: str = "1f1b", fill: tuple[int, int] = (0, 0), **more: Any) -> dict[str, Any]:
@@ -67,7 +69,12 @@ def _pp(pp: int = 2, schedule: str = "1f1b", fill: tuple[int, int] = (0, 0), **m
 HALF = {"after": [2], "weights": [0.5]}
 # How many micro-batches go through everything; of those of the cool-down, which follow, the first stage that takes each
 # backward; of those of the warm-up, which come last, the last stage that each reaches. A stage is a layer and its exit.
-FILLED = {"pp4_fill": (4, (2, 3), (1, 0)), "pp4_fill_middle": (5, (2, 3), (1,))}
+FILLED = {
+    "pp4_fill": (4, (2, 3), (1, 0)), "pp4_fill_middle": (5, (2, 3), (1,)), "pp8_tp2_fill": (4, (2, 3), (1, 0))
+}  # fmt: skip
+CUT = {**TIED, "n_heads": 4, "n_kv_heads": 2}  # by heads over two ranks
+CUT_UNTIED = {**CUT, "tie_embeddings": False}
+OWN = {"after": [1, 3], "tied": False, "mlp": True}
 CELLS = {
     "pp2_boundary": Cell(_pp(), HALF),
     "pp2_gpipe_own": Cell(_pp(schedule="gpipe"), {"after": [1, 3], "tied": False, "mlp": True}, UNTIED),
@@ -89,6 +96,26 @@ CELLS = {
     "pp4_fill": Cell(_pp(4, fill=(2, 2)), EVERYWHERE, micro=1, gradients=True),
     "pp4_fill_middle": Cell(_pp(4, fill=(9, 9)), {"after": [1]}, micro=1, gradients=True),
     "pp4_fill_alike": Cell(_pp(4, fill=(2, 2)), EVERYWHERE, micro=1, gradients=True, alike=True),
+    # With tensor parallelism: heads by vocabulary, norms on a part of the tokens or on whole rows.
+    "tp2_shared": Cell({"tp": 2}, {"after": [1, 3], "weights": [0.3, 0.7]}, CUT, steps=20),
+    "tp2_own": Cell({"tp": 2}, OWN, CUT_UNTIED, recompute=True),
+    "tp2_untied_bare": Cell({"tp": 2}, {"after": [2], "norm": False}, CUT_UNTIED),
+    "tp2_whole_stream": Cell({"tp": 2, "sequence_parallel": False}, {"after": [1, 4], "mlp": True, "norm": False}, CUT),
+    "tp2_planned": Cell({"tp": 2}, OWN, CUT_UNTIED, gradients=True, every=True),
+    "tp2_planned_whole_stream": Cell({"tp": 2, "sequence_parallel": False}, OWN, CUT, gradients=True, every=True),
+    "tp2_planned_shared": Cell({"tp": 2}, {"after": [2]}, CUT, gradients=True, every=True),
+    "tp2_frozen": Cell({"tp": 2}, {"after": [1, 3], "mlp": True, "freeze": True}, CUT),
+    "tp2_experts": Cell({"tp": 2}, {"after": [1, 3], "mlp": True}, EXPERTS),
+    "tp4_shard2": Cell({"tp": 2, "dp_shard": 2}, {"after": [1, 3], "tied": False}, CUT),
+    "tp4_replicate2": Cell({"tp": 2}, {"after": [1, 3], "mlp": True}, CUT),
+    "tp4_cp2": Cell({"tp": 2, "cp": 2}, {"after": [1, 3], "mlp": True}, CUT),
+    "pp4_tp2": Cell(_pp(tp=2), {"after": [1, 2], "weights": [0.3, 0.7]}, CUT, recompute=True, steps=20),
+    "pp4_tp2_own": Cell(_pp(tp=2), OWN, CUT_UNTIED),
+    "pp4_tp2_whole_stream": Cell(
+        _pp(schedule="gpipe", tp=2, sequence_parallel=False), {"after": [1], "mlp": True}, CUT_UNTIED
+    ),
+    "pp4_tp2_frozen": Cell(_pp(tp=2), {"after": [1, 3], "freeze": True}, CUT),
+    "pp8_tp2_fill": Cell(_pp(4, fill=(2, 2), tp=2), EVERYWHERE, CUT, micro=1, gradients=True),
 }  # fmt: skip
 
 
@@ -125,6 +152,8 @@ def build(cell: Cell) -> Any:
 
 def batch_of(cell: Cell, step: int) -> Batch:
     batch = global_batch(step)
+    if cell.every:
+        batch.weights = torch.ones_like(batch.weights)
     if cell.alike:
         one = batch.rows(0, 1)
         return one._map(lambda t: t.expand(ROWS, *t.shape[1:]).contiguous())
@@ -142,8 +171,8 @@ def train(cell: Cell, mesh: Mesh, config: ParallelConfig) -> dict[str, Any]:
     objective = Watched(z_loss=1e-3)
     losses, norms, validation, metrics = [], [], [], []
     gradients: dict[str, Any] = {}
-    messages = (0, 0)
-    for step in range(1 if cell.gradients else STEPS):
+    messages, sent = (0, 0), {}
+    for step in range(1 if cell.gradients else cell.steps):
         if getattr(parallel.model, "exits", None) is not None:
             parallel.model.exits.at_step(step)
         with CommTrace() if world_size() > 1 and step == 0 else nullcontext() as trace:
@@ -151,6 +180,7 @@ def train(cell: Cell, mesh: Mesh, config: ParallelConfig) -> dict[str, Any]:
         if trace is not None:
             sends = [r for r in trace.records if r.kind == "send"]
             messages = (len(sends), sum(r.bytes for r in sends))
+            sent = {kind: found.bytes for kind, found in trace.summary().kinds.items() if found.bytes}
         sums = torch.stack([result.loss_sum, *result.metrics.values()])
         if world_size() > 1:
             dist.all_reduce(sums)
@@ -182,6 +212,7 @@ def train(cell: Cell, mesh: Mesh, config: ParallelConfig) -> dict[str, Any]:
         "metrics": metrics,
         "gradients": gradients,
         "messages": messages,
+        "sent": sent,
         "alive": objective.most,
         "weights": {n: full_tensor(t).clone() for n, t in model_state(parallel.model).items()},
     }
@@ -281,6 +312,7 @@ RUNS: list[tuple[str, dict[str, Any], bool]] = [
     ("three", _pp(3), True),
     ("three", {}, False),
     ("filled", _pp(3, fill=(1, 1)), False),
+    ("cut", {"tp": 2}, False),
 ]
 
 
@@ -314,7 +346,7 @@ def main(out: str, names: list[str]) -> int:
         import trainwright.train.trainer  # noqa: F401
 
         works = [functools.partial(run_training, out, i) for i in range(len(RUNS))]
-        return max(_launch(work, RUNS[i][1].get("pp", 1)) for i, work in enumerate(works))
+        return max(_launch(work, RUNS[i][1].get("pp", 1) * RUNS[i][1].get("tp", 1)) for i, work in enumerate(works))
     # Forked before anything has gone backward here: autograd does not survive it.
     failed = _wait([_fork(lambda: run_references(out, names), {})])
     for world in sorted({world_of(n) for n in names}):

@@ -9,17 +9,18 @@ from trainwright.cli import main
 from trainwright.train.trainer import Trainer
 
 NOTES = Path(os.environ["ELASTIC_NOTES"])
-KILL = os.environ.get("ELASTIC_KILL")  # RANK:STEP, once; machine:STEP takes whatever rank is here, and its launcher
+# RANK:STEP, once; machine:STEP takes whatever rank is here, and its launcher; "stop RANK:STEP" has it stand still.
+KILL = os.environ.get("ELASTIC_KILL")
 step = Trainer._step
 
 
 def noted(self, *args):
     rank, at = os.environ["RANK"], self.progress.step
-    if KILL in (f"{rank}:{at}", f"machine:{at}") and not (NOTES / "killed").exists():
+    if KILL in (f"{rank}:{at}", f"machine:{at}", f"stop {rank}:{at}") and not (NOTES / "killed").exists():
         (NOTES / "killed").touch()
         if KILL.startswith("machine"):
             os.kill(os.getppid(), signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGSTOP if KILL.startswith("stop") else signal.SIGKILL)
     next_batch = self.loader.next_batch
 
     def note():

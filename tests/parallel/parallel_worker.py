@@ -270,6 +270,16 @@ TRAININGS = {
             ("tp2_domino_columns", 1, 2, {}, {"family": "qwen2.5"}, 4, False),
             ("tp2_domino_both", 8, 2, {}, {"family": "qwen3", "tie_embeddings": True, "sliding_window": 5}, 8, True),
             ("tp4_domino_shard2", 2, 2, {"dp_shard": 2}, {"family": "qwen3", "tie_embeddings": True}, 2, True),
+            ("tp4_domino_cp2", 2, 2, {"cp": 2}, {"family": "qwen3", "tie_embeddings": True}, 4, True),
+            (
+                "tp4_domino_cp2_ulysses",
+                4,
+                1,
+                {"cp": 2, "context": "ulysses"},
+                {"family": "llama", "tie_embeddings": False, "sliding_window": 5},
+                8,
+                False,
+            ),
             ("tp4_domino_replicate2", 2, 1, {}, {"family": "llama", "tie_embeddings": False}, 4, False),
         )
     },
@@ -323,11 +333,54 @@ TRAININGS = {
             ("amsp4_cp2", (2, 4, 4), {"cp": 2}, True, False),
         )
     },
+    "tp2_bf16": Cell({"tp": 2}, {"family": "qwen3", "n_heads": 4, "n_kv_heads": 2}, micro=4, dtype=torch.bfloat16),
     "fsdp2_bf16": Cell({"dp_shard": 2}, dtype=torch.bfloat16),
     "amsp2_bf16": Cell(
         {"sharding": {"name": "amsp", "parameters": 1, "gradients": 2, "states": 2}}, micro=2, dtype=torch.bfloat16
     ),
     "ddp2_bf16": Cell({"dp_replicate": 2}, dtype=torch.bfloat16),
+}
+
+
+# Whose bytes are planned and recorded, besides those of trainings: pipelines, and 16-bit products.
+TIED, UNTIED = {"tie_embeddings": True}, {"tie_embeddings": False}
+MIXTURE = {"n_experts": 4, "moe_ffn_dim": 32}
+INTERLEAVED, IN_A_V = (
+    {"pp": 2, "pipeline": {"schedule": schedule, "stages_per_rank": 2}} for schedule in ("interleaved", "zero_bubble")
+)
+PLANNED = {
+    name: Cell(
+        settings,
+        {"family": family, "n_heads": 4, "n_kv_heads": 2, **model},
+        micro=micro,
+        dtype=torch.bfloat16 if "16" in name else torch.float32,
+    )
+    for name, settings, family, model, micro in (
+        ("tp2_16", {"tp": 2}, "qwen3", UNTIED, 4),
+        ("tp2_16_stream_whole", {"tp": 2, "sequence_parallel": False}, "qwen3", {}, 4),
+        ("tp2_16_domino", {"tp": 2, "tensor": {"name": "domino"}}, "llama", {}, 4),
+        ("tp2_16_moe", {"tp": 2}, "mixtral", MIXTURE, 4),
+        ("shard2_16", {"dp_shard": 2}, "qwen3", TIED, 2),
+        ("ddp2_16", {}, "qwen3", {}, 2),
+        ("cp2_16", {"cp": 2}, "qwen3", {}, 4),
+        ("cp2_16_ulysses", {"cp": 2, "context": "ulysses"}, "qwen3", {}, 4),
+        ("pp2", {"pp": 2}, "qwen3", TIED, 2),
+        ("pp2_16", {"pp": 2}, "llama", TIED, 2),
+        ("pp2_interleaved", INTERLEAVED, "llama", {"n_layers": 4, **TIED}, 2),
+        ("pp2_v", IN_A_V, "llama", {"n_layers": 4, **TIED}, 2),
+        ("pp2_moe", {"pp": 2}, "mixtral", {**MIXTURE, "balance": "aux_loss"}, 2),
+        ("tp4_16_shard2", {"tp": 2, "dp_shard": 2}, "qwen3", TIED, 2),
+        ("tp4_16_replicate2", {"tp": 2}, "qwen3", UNTIED, 2),
+        ("pp4_16_shard2", {"pp": 2, "dp_shard": 2}, "llama", TIED, 1),
+        ("pp4_shard2_untied", {"pp": 2, "dp_shard": 2}, "llama", UNTIED, 1),
+        ("pp4_shard2_v", {**IN_A_V, "dp_shard": 2}, "llama", {"n_layers": 4, **TIED}, 1),
+        ("pp4_16_replicate2", {"pp": 2}, "llama", TIED, 1),
+        ("pp4_16_tp2", {"pp": 2, "tp": 2}, "qwen3", TIED, 2),
+        ("pp4_tp2_stream_whole", {"pp": 2, "tp": 2, "sequence_parallel": False}, "llama", {}, 2),
+        ("pp4_cp2", {"pp": 2, "cp": 2}, "qwen3", {"sliding_window": 5, **TIED}, 2),
+        ("pp4_cp2_basp", {"pp": 2, "cp": 2, "context": "basp"}, "llama", {}, 2),
+        ("pp4_ep2", {"pp": 2, "dp_shard": 2, "ep": 2}, "mixtral", MIXTURE, 2),
+    )
 }
 
 
@@ -489,31 +542,57 @@ def comm_trace() -> dict[str, Any]:
     return out
 
 
+def summed_once() -> dict[str, Any]:
+    """Gradients of what tensor-parallel ranks hold whole: of one step, of a second one on top of it, and of a backward
+    pass outside of a step, which sums at once."""
+    cell = TRAININGS["tp2"]
+    config = ParallelConfig(**cell.parallel)
+    mesh = build_mesh(config.resolve(world_size()), CPU)
+    parallel = parallelize(cell.build(), mesh, config, precision(), CPU)
+    executor, objective, batch = AutogradExecutor(2, precision()), NextTokenConfig().build(), global_batch(0)
+
+    def gradients() -> dict[str, torch.Tensor]:
+        return {n: full_tensor(p.grad).clone() for n, p in parallel.model.named_parameters()}
+
+    executor.run(parallel, objective, batch)
+    out = {"once": gradients()}
+    executor.run(parallel, objective, batch)
+    out["twice"] = gradients()
+    parallel.model.zero_grad()
+    loss = objective(parallel.module, batch)  # type: ignore[arg-type]
+    (loss.sum / batch.weight()).backward()
+    out["outside"] = gradients()
+    return out
+
+
 def planned(names: tuple[str, ...]) -> dict[str, Any]:
     """Bytes per kind of collective, recorded and planned. Every token counts, as the plan takes it."""
     from trainwright.parallel.comm.trace import CommTrace
     from trainwright.parallel.context.pieces import document_lengths
     from trainwright.planning.comm_plan import Work, planned_transfers
+    from trainwright.train.pipeline_executor import executor_kind
 
     out: dict[str, Any] = {}
     for name in names:
-        cell = TRAININGS[name]
+        cell = {**TRAININGS, **PLANNED}[name]
         model = cell.build()
         shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-        arch, size = model.arch, next(model.parameters()).element_size()
+        arch, held = model.arch, next(model.parameters()).element_size()
+        size = held if cell.double else cell.dtype.itemsize
         config = ParallelConfig(**cell.parallel)
         mesh = build_mesh(config.resolve(world_size()), CPU)
-        parallel = parallelize(model, mesh, config, precision(), CPU)
-        executor, objective = AutogradExecutor(cell.micro, precision()), NextTokenConfig().build()
+        parallel = parallelize(model, mesh, config, precision(cell.dtype), CPU)
+        executor, objective = executor_kind(parallel)(cell.micro, precision(cell.dtype)), NextTokenConfig().build()
         batch = my_rows(global_batch(0), mesh)
         batch.weights = torch.ones_like(batch.weights)
-        for _ in range(2):  # DDP tells its buckets once, after the first
+        for _ in range(2):  # DDP tells its buckets once, after the first; a pipeline the names of its figures
             executor.run(parallel, objective, batch)
+            parallel.model.zero_grad()
         with CommTrace() as trace:
             executor.run(parallel, objective, batch)
         work = Work(
             arch, shapes, LENGTH, ROWS, cell.micro, 1.0, activation_bytes=size, gathered_bytes=size,
-            parameter_bytes=size, reduced_bytes=size, lengths=tuple(map(tuple, document_lengths(batch.doc_ids))),
+            parameter_bytes=held, reduced_bytes=held, lengths=tuple(map(tuple, document_lengths(batch.doc_ids))),
         )  # fmt: skip
         expected: dict[str, int] = {}
         for t in planned_transfers(work, mesh.degrees, config):
@@ -528,8 +607,10 @@ def validation_of_other_weights() -> dict[str, Any]:
     from trainwright.train.evaluate import evaluate
 
     out: dict[str, Any] = {}
-    for name, settings in {"ddp": {}, "fsdp": {"dp_shard": 2}, "tp": {"tp": 2}}.items():
+    kept = {"dp_shard": 2, "reshard_after_forward": False}
+    for name, settings in {"ddp": {}, "fsdp": {"dp_shard": 2}, "fsdp_keep": kept, "tp": {"tp": 2}}.items():
         parallel = _spread(decoder("llama", n_heads=2, n_kv_heads=2, tie_embeddings=True), **settings)
+        held = list(parallel.model.parameters())  # as optimizers and averages hold them; later it may be gathered ones
         mesh = build_mesh(ParallelConfig(**settings).resolve(world_size()), CPU)
         objective = NextTokenConfig().build()
         found = []
@@ -537,7 +618,7 @@ def validation_of_other_weights() -> dict[str, Any]:
             batches = [my_rows(global_batch(0), mesh)]
             found.append(evaluate(parallel, objective, batches, CPU, precision())["val_loss"])
             with torch.no_grad():
-                for p in parallel.model.parameters():
+                for p in held:
                     p.mul_(3.0)
         out[name] = found
     return out
@@ -548,15 +629,16 @@ def planned_2() -> dict[str, Any]:
         "ddp2_decoder shard2_plain tp2 tp2_tied tp2_stream_whole tp2_bias tp2_moe tp2_domino cp2 "
         "cp2_window cp2_ulysses ep2_bias ep2_none ep2_cp cp2_flashcp amsp2_zero1 amsp2_zero2"
     )
-    return planned(tuple(names.split()))
+    return planned((*names.split(), *(name for name in PLANNED if "4" not in name)))
 
 
 def planned_4() -> dict[str, Any]:
     names = (
         "tp4_shard2 tp4_replicate2 cp4_usp cp4_shard2 cp4_replicate2 cp4_tp2 hsdp4_plain cp4_bytescale "
-        "cp4_flexsp cp4_basp ep2_shard4 ep2_replicate4 ep2_tp4 amsp4_of_1_2_4 amsp4_of_1_1_2 amsp4_cp2"
+        "cp4_flexsp cp4_basp tp4_domino_cp2 tp4_domino_cp2_ulysses ep2_shard4 ep2_replicate4 ep2_tp4 amsp4_of_1_2_4 "
+        "amsp4_of_1_1_2 amsp4_cp2"
     )
-    return planned(tuple(names.split()))
+    return planned((*names.split(), *(name for name in PLANNED if "4" in name)))
 
 
 def muon_experts(spread: bool = True) -> dict[str, Any]:
@@ -585,6 +667,7 @@ CHECKS = {
     for f in (
         comm_trace,
         planned_2,
+        summed_once,
         validation_of_other_weights,
         planned_4,
         muon_experts,

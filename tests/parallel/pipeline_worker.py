@@ -58,6 +58,7 @@ class Cell:
     recompute: bool = False
     clip: str = "global_norm"
     dtype: torch.dtype = torch.float32
+    steps: int = STEPS
 
 
 def _pp(
@@ -65,6 +66,17 @@ def _pp(
 ) -> dict[str, Any]:
     section = {"schedule": schedule, "stages_per_rank": stages_per_rank, "layers": layers}
     return {"pp": 2, "pipeline": section, **more}
+
+
+# Documents of up to 12 tokens: some lie on both columns, some on one.
+BYTESCALE = {"name": "bytescale", "capacity": 6}
+FLASHCP = {"name": "flashcp", "min_chunk": 1}
+FLEXSP = {"name": "flexsp", "tokens_per_rank": 8, "overhead": 0}
+
+
+def _domino(row: int = 2, column: int = 1, **more: Any) -> dict[str, Any]:
+    """Slices: the stages of a decoder whose blocks take chunks of rows."""
+    return {"tp": 2, "tensor": {"name": "domino", "row": row, "column": column}, **more}
 
 
 CELLS = {
@@ -89,8 +101,22 @@ CELLS = {
     "pp4_tp2": Cell(_pp("1f1b", tp=2)),
     "pp4_tp2_zero_bubble": Cell(_pp("zero_bubble", 2, tp=2)),
     "pp4_tp2_whole_stream": Cell(_pp("gpipe", tp=2, sequence_parallel=False), UNTIED),
+    "pp4_tp2_domino": Cell(_pp("1f1b", **_domino()), recompute=True, steps=20),
+    "pp4_tp2_domino_gpipe": Cell(_pp("gpipe", layers=[1, 3], **_domino(4, 2)), UNTIED, micro=4),
+    "pp4_tp2_domino_interleaved": Cell(_pp("interleaved", 2, **_domino()), {**TIED, "sliding_window": 5}),
+    "pp4_tp2_domino_columns": Cell(_pp("1f1b", **_domino(1, 2)), UNTIED, micro=3),
     "pp4_cp2": Cell(_pp("1f1b", cp=2)),
     "pp4_cp2_interleaved": Cell(_pp("interleaved", 2, cp=2, context="ulysses"), UNTIED),
+    # What follows the documents: 2 columns of 2 stages, which exchange other keys in every micro-batch.
+    "pp4_bytescale": Cell(_pp("1f1b", cp=2, context=BYTESCALE), steps=20),
+    "pp4_bytescale_interleaved": Cell(_pp("interleaved", 2, cp=2, context=BYTESCALE), {**TIED, "sliding_window": 5}),
+    "pp4_bytescale_zero_bubble": Cell(_pp("zero_bubble", 2, cp=2, context=BYTESCALE), UNTIED),
+    "pp4_flashcp": Cell(_pp("1f1b", cp=2, context=FLASHCP), {**UNTIED, "sliding_window": 5}, micro=3, steps=20),
+    "pp4_flashcp_gpipe": Cell(_pp("gpipe", cp=2, context=FLASHCP), recompute=True),
+    "pp4_flashcp_zero_bubble": Cell(_pp("zero_bubble", 2, cp=2, context=FLASHCP)),
+    "pp4_flexsp": Cell(_pp("1f1b", cp=2, context=FLEXSP), {**TIED, "sliding_window": 5}, steps=20),
+    "pp4_flexsp_interleaved": Cell(_pp("interleaved", 2, cp=2, context=FLEXSP), UNTIED),
+    "pp4_flexsp_zero_bubble": Cell(_pp("zero_bubble", 2, cp=2, context=FLEXSP)),
     "pp4_ep2": Cell(_pp("1f1b", dp_shard=2, ep=2), EXPERTS),
     "pp4_ep2_cp2": Cell(_pp("gpipe", cp=2, ep=2), {**EXPERTS, "balance": "bias"}),
     "pp4_ep2_zero_bubble": Cell(_pp("zero_bubble", 2, dp_shard=2, ep=2), {**EXPERTS, "balance": "bias"}, micro=1),
@@ -101,7 +127,10 @@ CELLS = {
     "tp8_experts": Cell({"tp": 8}, {**EXPERTS, "n_heads": 8, "n_kv_heads": 8}),  # 12 tokens, filled up to 16
     # Three dimensions at once, on 8 ranks.
     "pp8_cp2_tp2": Cell(_pp("1f1b", cp=2, tp=2)),
+    "pp8_cp2_tp2_domino": Cell(_pp("1f1b", cp=2, **_domino()), micro=4),
+    "pp8_shard2_tp2_domino": Cell(_pp("1f1b", dp_shard=2, **_domino())),
     "pp8_shard2_tp2": Cell(_pp("interleaved", 2, dp_shard=2, tp=2)),
+    "pp8_shard2_bytescale": Cell(_pp("1f1b", dp_shard=2, cp=2, context=BYTESCALE)),
     "pp8_shard2_cp2": Cell(_pp("zero_bubble", 2, dp_shard=2, cp=2, context="ulysses")),
     "pp8_ep2_tp2": Cell(_pp("1f1b", dp_shard=2, ep=2, tp=2), EXPERTS),
     "shard8_cp2_tp2": Cell({"dp_shard": 2, "cp": 2, "tp": 2}),
@@ -128,7 +157,7 @@ def train(cell: Cell, mesh: Mesh, config: ParallelConfig) -> dict[str, Any]:
     executor = kind(min(cell.micro, ROWS // mesh.dp_size), precision(cell.dtype))
     objective = NextTokenConfig().build()
     losses, norms, validation, metrics = [], [], [], []
-    for step in range(STEPS):
+    for step in range(cell.steps):
         result = executor.run(parallel, objective, my_rows(global_batch(step), mesh))
         sums = torch.stack([result.loss_sum, *result.metrics.values()])
         if world_size() > 1:

@@ -142,9 +142,10 @@ def test_bytes_of_the_card(ranks_, rows, share):
     assert group_size(rows, ranks_) == ranks_ // math.gcd(rows, ranks_)
 
 
-def strategy(rank, size, n_heads=8, padding=0.0):
+def strategy(rank, size, n_heads=8, padding=0.0, multiple_of=1):
     found = Basp.__new__(Basp)
     found.size, found.rank, found.n_heads, found.padding = size, rank, n_heads, padding
+    found.multiple_of = multiple_of
     found.sizes, found._said = divisors(size), set()
     return found
 
@@ -224,6 +225,18 @@ def test_a_micro_batch_that_does_not_fit():
         strategy(0, 4, n_heads=6).shard(data)
     with pytest.raises(ConfigError, match="does not divide the 8 tokens of a row"):
         strategy(0, 3, n_heads=6).shard(data)
+
+
+def test_a_ragged_validation_batch_is_filled_up():
+    """5 rows and 3 heads on 2 ranks go whole, as multiple_of promises; the sixth row counts for nothing."""
+    ids = torch.arange(40).view(5, 8)
+    data = Batch(ids, ids, torch.ones(5, 8), ids, torch.zeros(5, 8, dtype=torch.int32), {"target_bytes": ids + 1})
+    parts = [strategy(r, 2, n_heads=3, multiple_of=2).shard(data) for r in range(2)]
+    assert all(p.shape == (3, 8) for p in parts)
+    assert sum(p.weight().item() for p in parts) == data.weight().item()
+    assert sum(int(p.extras["target_bytes"].sum()) for p in parts) == int(data.extras["target_bytes"].sum())
+    counted = torch.cat([p.tokens[p.weights > 0] for p in parts])
+    assert sorted(counted.tolist()) == ids.flatten().tolist()
 
 
 def test_rows_need_their_documents():

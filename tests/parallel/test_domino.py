@@ -21,6 +21,7 @@ from trainwright.memory.activation_checkpointing import ActivationCheckpointingC
 from trainwright.parallel.config import Degrees, ParallelConfig
 from trainwright.parallel.domino import Call, Half, Projections, join, run_halves, split
 from trainwright.parallel.domino_decoder import Domino, slice_blocks
+from trainwright.parallel.pipeline.stage import Stage, Work
 
 pytestmark = pytest.mark.timeout(600)
 HERE = Path(__file__).parent
@@ -353,6 +354,46 @@ def test_generation_with_a_cache():
         for part in (tokens[:, :7], tokens[:, 7:8], tokens[:, 8:]):
             want, got = (m(part, cache=c) for m, c in zip((plain, model), caches, strict=True))
             torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("n, k", [(1, 2), (2, 1), (4, 2)])
+def test_stages_hand_on_the_whole_stream(n, k):
+    """Two stages of a sliced decoder, one after the other: what goes between is whole, and no sum is left over."""
+    lines = []
+
+    def reduce(x):
+        lines.append("start")
+        return LoggedWait(lines, "")
+
+    plain = parallel_worker.decoder("qwen3", n_heads=4, n_kv_heads=2, n_layers=3).double()
+    model = copy.deepcopy(plain)
+    slice_blocks(model, Domino(n, k, reduce))
+    first, last = Stage(model, range(1), first=True, last=False), Stage(model, range(1, 3), first=False, last=True)
+    batch, objective = parallel_worker.global_batch(0), worker.NextTokenConfig().build()
+    for stage in (first, last):
+        stage.work = Work(objective, [batch], parallel_worker.precision())
+    sent = first(index=0)
+    assert sent.shape == first.stream(*batch.tokens.shape, grad=True)[0].shape and not sent._is_view()
+    assert lines.count("start") == lines.count("wait ") == 2 * n * k
+    received = sent.detach().requires_grad_()
+    loss = last(received, index=0)
+    loss.backward()
+    assert lines.count("start") == lines.count("wait ") == 2 * n * k + 4 * n * (k + 1)
+    sent.backward(received.grad)
+    assert lines.count("start") == lines.count("wait ") == 6 * n * (k + 1)
+    want = objective(plain, batch).sum
+    want.backward()
+    assert loss.item() == pytest.approx(want.item(), rel=1e-12)
+    assert_gradients(worker.gradients(model), worker.gradients(plain))
+
+
+def test_a_stage_exposes_one_sum_more_each_way():
+    """A stage of some layers is a model of as many: its last sum forward and its first gradient's have no cover."""
+    whole = benchmark.simulated(6, 2, 1, 1.0)
+    cut = benchmark.simulated(3, 2, 1, 1.0)
+    per_stage = 2 * cut.exposed - whole.exposed
+    assert 0 < per_stage <= 2.0  # in sums of a chunk: of 2 stages in place of 1
+    assert 2 * cut.calls == whole.calls
 
 
 def test_autocast_reduces_what_was_computed_in():

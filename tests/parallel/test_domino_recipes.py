@@ -29,8 +29,16 @@ DOMINO = {"tp": 2, "tensor": {"name": "domino"}}
         ),
         ({"tp": 2}, {"tensor": {"name": "domino", "column": 2}}, ODD, r"column=2: .* of a rank \(tp=2\), 45; .* 1, 3"),
         ({"tp": 2}, {"sequence_parallel": True}, DENSE, "sequence_parallel=True: norms of a part"),
-        ({"tp": 2, "pp": 2}, {}, DENSE, "parallel.pp=2: does not go with parallel.tensor=domino.*set pp=1"),
-        ({"tp": 2, "cp": 2}, {}, DENSE, "parallel.cp=2: does not go with parallel.tensor=domino.*set cp=1"),
+        (
+            {"tp": 2, "pp": 2},
+            {"pipeline": {"schedule": "zero_bubble", "stages_per_rank": 2}},
+            DENSE,
+            "schedule='zero_bubble': computes the weights' gradients later.*use 1f1b",
+        ),
+        *(
+            ({"tp": 2, "cp": 2}, {"context": name}, DENSE, f"context='{name}': deals out .* use ring, ulysses or usp")
+            for name in ("basp", "bytescale", "flashcp", "flexsp", "sppo")
+        ),
         ({"tp": 2}, {}, EXPERTS, "the model has 8 experts"),
         ({}, {}, DENSE, "parallel.tensor='domino': hides what tensor parallelism communicates, and tp=1"),
         ({}, {}, None, "hides what tensor parallelism communicates, and tp=1"),
@@ -48,8 +56,35 @@ def test_allowed(column, arch):
 
 
 @pytest.mark.parametrize(
+    "degrees, settings",
+    [
+        ({"pp": 2}, {}),
+        ({"pp": 2}, {"pipeline": {"schedule": "gpipe", "layers": [1, 1]}}),
+        ({"cp": 2}, {}),
+        ({"cp": 2}, {"context": "ulysses"}),
+        ({"pp": 2, "cp": 2}, {"context": {"name": "usp", "ulysses": 2}}),
+    ],
+)
+def test_dimensions_that_it_goes_with(degrees, settings):
+    config = ParallelConfig.model_validate({**DOMINO, **settings})
+    check_cut(Degrees(tp=2, **degrees), config, DENSE, 32)
+
+
+@pytest.mark.parametrize(
     "changes, world, says",
     [
+        # A pipeline's micro-batches are all of one size: of 8 rows, 3 of 3 (one is filled up), not 3, 3 and 2.
+        ({"parallel.pp": 2, "train.micro_batch_size": 3}, 4, r"row=2: .* of 3 rows \(a rank has 8 rows"),
+        (
+            {
+                "parallel.pp": 2,
+                "train.micro_batch_size": 4,
+                "transforms": [{"name": "early_exit", "after": [1]}],
+                "parallel.pipeline": {"schedule": "gpipe"},
+            },
+            4,
+            "parallel.tensor='domino': has sums under way between blocks, where early exits look",
+        ),
         ({"parallel.tensor.row": 16}, 2, r"row=16: does not divide a micro-batch of 8 rows .*; use one of 1, 2, 4, 8"),
         ({"parallel.tensor.row": 3}, 2, r"row=3: does not divide a micro-batch of 8 rows"),
         ({"train.micro_batch_size": 3}, 2, r"row=2: .* micro-batch of 3 rows \(a rank has 8 rows.*use one of 1"),
@@ -68,10 +103,20 @@ def test_recipes_refused(recipe, changes, world, says):
         check(RunConfig.load(recipe(**start, **changes)), world)
 
 
-@pytest.mark.parametrize("changes", [{}, {"train.micro_batch_size": 4}, {"parallel.tensor.row": 8}])
-def test_recipes_allowed(recipe, changes):
+@pytest.mark.parametrize(
+    "changes, world",
+    [
+        ({}, 2),
+        ({"train.micro_batch_size": 4}, 2),
+        ({"parallel.tensor.row": 8}, 2),
+        ({"parallel.pp": 2, "train.micro_batch_size": 2}, 4),
+        ({"parallel.cp": 2}, 4),
+        ({"parallel.pp": 2, "parallel.cp": 2, "train.micro_batch_size": 4}, 8),
+    ],
+)
+def test_recipes_allowed(recipe, changes, world):
     start = {"parallel": {"tp": 2, "tensor": {"name": "domino"}}, "model.n_kv_heads": 2}
-    check(RunConfig.load(recipe(**start, **changes)), 2)
+    check(RunConfig.load(recipe(**start, **changes)), world)
 
 
 def test_a_recipe_line():

@@ -21,6 +21,7 @@ import torch
 from trainwright.config import RunConfig
 from trainwright.core.errors import ConfigError
 from trainwright.models.early_exit import ExitSettings
+from trainwright.parallel.config import ParallelConfig
 from trainwright.parallel.pipeline import early_exit
 from trainwright.parallel.pipeline.early_exit import FilledSchedule
 from trainwright.parallel.pipeline.fill import (
@@ -31,8 +32,10 @@ from trainwright.parallel.pipeline.fill import (
     normalisation,
     unembedding_stages,
 )
+from trainwright.planning.comm_plan import Work, planned_transfers
 from trainwright.train.degrees import check
 
+pytestmark = pytest.mark.timeout(900)  # a start of all cells takes minutes on a busy machine
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 spec = importlib.util.spec_from_file_location("early_exit_worker", HERE / "early_exit_worker.py")
@@ -50,7 +53,7 @@ def results(tmp_path_factory):
     out = tmp_path_factory.mktemp("exits") / "result"
     command = [sys.executable, str(HERE / "early_exit_worker.py"), str(out), ",".join(worker.CELLS)]
     done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600, check=False
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=800, check=False
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
 
@@ -119,6 +122,23 @@ def test_one_exit_has_logits_at_a_time(results, name):
     """Also with two exits in a stage and with gpipe, which has all micro-batches under way at once."""
     ranks, _ = results(name)
     assert max(got["alive"] for got in ranks) == 1
+
+
+@pytest.mark.parametrize("name", [n for n in worker.CELLS if "planned" in n])
+def test_planned_bytes_are_the_recorded_ones(results, name):
+    """trainwright plan comm knows what exits add under tensor parallelism."""
+    cell = worker.CELLS[name]
+    model = worker.build(cell)
+    config = ParallelConfig(**cell.parallel)
+    work = Work(
+        model.arch, {n: tuple(p.shape) for n, p in model.named_parameters()}, 12, worker.ROWS, cell.micro, 1.0,
+        activation_bytes=8, gathered_bytes=8, parameter_bytes=8, reduced_bytes=8, exits=len(model.exits),
+    )  # fmt: skip
+    planned = {}
+    for t in planned_transfers(work, config.resolve(2), config):
+        planned[t.kind] = planned.get(t.kind, 0) + t.bytes
+    for got in results(name)[0]:
+        assert got["sent"] == planned
 
 
 def test_an_exit_between_two_stages_belongs_to_the_later_one(results):
@@ -312,10 +332,12 @@ def test_micro_batches_that_are_alike_give_the_exact_gradient(results):
 
 
 def test_runs_change_hands(recipe, tmp_path):
-    """A pipeline whose middle stage has exit and embedding too, gone on with by one process; and one that is filled."""
+    """A pipeline whose middle stage has exit and embedding too, gone on with by one process; one that is filled; and
+    two ranks that share every layer."""
     data = recipe(
         **{
             "model.n_layers": 3,
+            "model.n_kv_heads": 2,
             "model.tie_embeddings": True,
             "transforms": [{"name": "early_exit", "after": [1], "weights": [0.5], "warmup_steps": 2}],
             "train.steps": 4,
@@ -332,9 +354,9 @@ def test_runs_change_hands(recipe, tmp_path):
         command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    one, first, second, filled = (torch.load(f"{out}.run{i}") for i in range(4))
+    one, first, second, filled, cut = (torch.load(f"{out}.run{i}") for i in range(len(worker.RUNS)))
     assert [r["step"] for r in first] == [1, 2, 3] and [r["step"] for r in second] == [3, 4]
-    for row in [*first, *second]:
+    for row in [*first, *second, *cut]:
         want = one[row["step"] - 1]
         for key in ("loss", "nll", "exit_1_nll", "grad_norm"):
             assert row[key] == pytest.approx(want[key], rel=2e-5), (row["step"], key)
@@ -345,6 +367,11 @@ def test_runs_change_hands(recipe, tmp_path):
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------
+
+EXPERTS_OF_ODD_WIDTH = {
+    "name": "decoder", "family": "mixtral", "dim": 64, "n_layers": 4, "n_heads": 2, "n_kv_heads": 2, "n_experts": 4,
+    "moe_ffn_dim": 32, "ffn_dim": 33,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -361,7 +388,9 @@ def test_runs_change_hands(recipe, tmp_path):
          4, "makes 5 micro-batches a step, of which 4 fill bubbles"),
         ({"transforms": [], "pipeline": {"fill_cooldown": 2}}, 2, "there are none; add transforms"),
         ({"transforms.0.freeze": True}, 2, "stage 0 of 2 has no exit, and freeze leaves it without"),
-        ({"pp": 1, "tp": 2, "model.n_kv_heads": 2}, 2, "parallel.tp=2: cuts the layers that early exits stand between"),
+        ({"pp": 1, "tp": 2, "tensor": "domino", "model.n_kv_heads": 2}, 2, "'domino': has sums under way"),
+        ({"pp": 1, "tp": 2, "transforms.0.mlp": True, "model": EXPERTS_OF_ODD_WIDTH}, 2,
+         "early_exit.mlp=True: gives each exit a feed-forward of width 33, which parallel.tp=2 does not divide"),
         ({"pp": 1, "model": {"name": "hf", "path": "x"}}, 2, "early_exit is for our own decoder"),
     ],
 )  # fmt: skip
@@ -375,7 +404,7 @@ def test_recipes_that_are_refused_before_any_group(recipe, changes, world, says)
         }
     )
     for key, value in changes.items():
-        if key in ("pp", "tp", "pipeline"):
+        if key in ("pp", "tp", "tensor", "pipeline"):
             data["parallel"][key] = value
         elif key.startswith("transforms.0."):
             data["transforms"][0][key.rpartition(".")[2]] = value
@@ -388,6 +417,21 @@ def test_recipes_that_are_refused_before_any_group(recipe, changes, world, says)
     with pytest.raises(ConfigError, match=says):
         check(RunConfig.load(data), world)
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "exits, parallel, world",
+    [
+        ({"mlp": True}, {"tp": 2}, 2),
+        ({"tied": False}, {"tp": 2, "pp": 2}, 4),
+        ({"freeze": True, "before": True, "after": [1, 3]}, {"tp": 2, "pp": 2, "sequence_parallel": False}, 4),
+    ],
+)
+def test_recipes_with_tensor_parallelism_are_taken(recipe, exits, parallel, world):
+    transforms = [{"name": "early_exit", "after": [2], **exits}]
+    shape = {"model.n_layers": 4, "model.n_kv_heads": 2, "train.micro_batch_size": 2}
+    data = recipe(**{**shape, "transforms": transforms, "parallel": parallel})
+    assert check(RunConfig.load(data), world).tp == 2
 
 
 def test_frozen_stage_with_an_exit_each_is_taken(recipe):

@@ -106,6 +106,16 @@ def test_a_killed_rank_ends_at_the_same_weights(make, recipe, tmp_path):
     assert all(torch.equal(w, whole.weights[n]) for n, w in run.weights.items())
 
 
+def test_a_stopped_rank_of_a_ring(recipe, tmp_path):
+    """It is noticed within parallel.timeout, named, and all start again."""
+    spec = settings(recipe)
+    spec["parallel"] = {"cp": 2, "timeout": 4}
+    run = Run(tmp_path / "run", spec, "--nproc", "2", "--restarts", "1", kill="stop 1:5").wait()
+    assert run.code == 0, run.out
+    assert "rank 1 did not answer; starting again from the last checkpoint with 2 processes" in run.out
+    assert "Traceback" not in run.out
+
+
 def test_it_goes_on_with_fewer(make, recipe, tmp_path):
     """The first rank dies; the other goes on alone with the rows of both."""
     whole = make(recipe)

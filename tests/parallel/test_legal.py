@@ -2,10 +2,12 @@
 
 import pytest
 
+from trainwright.config import RunConfig
 from trainwright.core.errors import ConfigError
 from trainwright.models.decoder_config import DecoderModelConfig
 from trainwright.parallel.config import Degrees, ParallelConfig
 from trainwright.parallel.legal import check_cut
+from trainwright.train.degrees import check
 
 DENSE = DecoderModelConfig(dim=48, n_layers=4, n_heads=6, n_kv_heads=3, ffn_dim=96).architecture(97)
 EXPERTS = DecoderModelConfig(family="mixtral", dim=32, n_layers=2, n_heads=4, n_kv_heads=4, n_experts=6).architecture(
@@ -46,6 +48,93 @@ def test_refused(degrees, settings, arch, says):
 )
 def test_allowed(degrees, settings, arch):
     check_cut(Degrees(**degrees), ParallelConfig(**settings), arch, 32)
+
+
+LORA, MIXTURE = {"name": "lora", "rank": 4}, {"family": "mixtral", "n_experts": 4}
+
+
+def recipe(**parts):
+    return RunConfig.from_dict({
+        "model": {"name": "decoder", "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, **parts.pop("model", {})},
+        "tokenizer": "bytes",
+        "data": {"sources": [{"name": "text", "path": "unread.txt"}]},
+        "train": {"seq_len": 32, "global_batch_tokens": 256, "steps": 2},
+        **parts,
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "world, parts, says",
+    [
+        (2, {"transforms": [LORA], "parallel": {"tp": 2}}, r"transforms\.0='lora'.*parallel\.tp cuts plain ones"),
+        (
+            2,
+            {"transforms": [LORA], "parallel": {"dp_shard": 2, "ep": 2}, "model": MIXTURE},
+            r"transforms\.0='lora'.*parallel\.ep spreads plain ones",
+        ),
+        (
+            2,
+            {
+                "transforms": [{**LORA, "targets": [r"blocks\.1\.mlp\.up"]}],
+                "parallel": {"dp_shard": 2, "ep": 2},
+                "model": MIXTURE,
+            },
+            r"transforms\.0='lora'.*parallel\.ep spreads plain ones",
+        ),
+        (
+            2,
+            {"parallel": {"tp": 2, "sequence_parallel": False}, "model": MIXTURE},
+            r"parallel\.sequence_parallel=False.*experts take the tokens that a rank has",
+        ),
+        (
+            2,
+            {"transforms": ["grass_linear"], "optimizer": "grass", "clip": "none"},
+            r"transforms\.0='grass_linear'.*one process",
+        ),
+        (2, {"memory": ["fused_backward"], "clip": "none"}, "memory='fused_backward': steps before 2 ranks"),
+        (
+            1,
+            {"memory": ["fused_backward"], "clip": "none", "data": {"sources": ["python_stdlib"], "batcher": "odb"}},
+            "memory='fused_backward': takes the whole batch at once",
+        ),
+        (2, {"parallel": {"context": "ulysses"}}, r"parallel\.context='ulysses'.*cp is 1; set cp, or leave it out"),
+        (1, {"parallel": {"context": "ring"}}, r"parallel\.context='ring'.*cp is 1"),
+        (
+            2,
+            {"parallel": {"pipeline": {"schedule": "zero_bubble", "stages_per_rank": 2}}},
+            r"parallel\.pipeline\.schedule='zero_bubble'.*parallel\.pp is 1; set pp, or leave it out",
+        ),
+        (1, {"parallel": {"pipeline": {"layers": [1, 1]}}}, r"parallel\.pipeline\.layers=\[1, 1\].*"),
+    ],
+)
+def test_recipes_are_refused_before_anything_is_built(world, parts, says):
+    with pytest.raises(ConfigError, match=says):
+        check(recipe(**parts), world)
+
+
+@pytest.mark.parametrize(
+    "world, parts",
+    [
+        (2, {"transforms": [LORA], "parallel": {"dp_shard": 2}}),
+        (2, {"transforms": [LORA], "parallel": {"pp": 2}, "train": {"seq_len": 32, "global_batch_tokens": 256}}),
+        (
+            2,
+            {
+                "transforms": [{**LORA, "targets": ["attn.q"]}],
+                "parallel": {"dp_shard": 2, "ep": 2},
+                "model": MIXTURE,
+            },
+        ),
+        (2, {"parallel": {"tp": 2}, "model": MIXTURE}),
+        (1, {"memory": ["fused_backward"], "clip": "none"}),
+        # auto may leave a context without ranks; sppo cuts rows in time.
+        (2, {"parallel": {"auto": True, "context": "ulysses", "device_memory": 4.0}}),
+        (1, {"parallel": {"context": {"name": "sppo", "chunks": 2, "min_chunk": 4}}}),
+        (2, {"parallel": {"cp": 2, "context": "ulysses"}}),
+    ],
+)
+def test_recipes_that_can_run_are_let_through(world, parts):
+    assert check(recipe(**parts), world).world_size == world
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,9 @@ from trainwright import RunConfig
 from trainwright.core.batch import Batch
 from trainwright.core.errors import ConfigError, ModelError
 from trainwright.models.attention import document_mask
-from trainwright.parallel.config import Degrees
 from trainwright.parallel.context.bytescale import ByteScale, ByteScaleConfig
 from trainwright.parallel.context.flashcp import FlashCP, FlashCPConfig
 from trainwright.parallel.context.pieces import Document, decode, encode, piece_plan
-from trainwright.parallel.mesh import Mesh
 
 WORKER = Path(__file__).parent / "pieces_worker.py"
 CPU = torch.device("cpu")
@@ -209,10 +207,11 @@ def test_recipes_that_do_not_fit():
     ByteScaleConfig(capacity=1024).check(4, 8, 8, 4096)
     with pytest.raises(ConfigError, match="at most 4194303"):
         FlashCPConfig().check(4, 8, 8, 2**22)
-    with pytest.raises(ConfigError, match="set pp=1"):
-        FlashCPConfig().build(Mesh(Degrees(cp=2, pp=2), None), 8)
-    with pytest.raises(ConfigError, match="set pp=1"):
-        ByteScaleConfig().build(Mesh(Degrees(cp=2, pp=2), None), 8)
+    FlashCPConfig().check_pipeline()
+    ByteScaleConfig(capacity=16).check_pipeline()
+    offload = {"gb_per_s": 1.0, "bytes_per_token": 1000.0, "layers": 2}
+    with pytest.raises(ConfigError, match=r"parallel\.context\.offload: does not go with pipelines.*context: sppo"):
+        ByteScaleConfig(capacity=16, offload=offload).check_pipeline()
 
 
 def test_a_recipe_plans_with_its_settings():

@@ -1,8 +1,14 @@
 """FlexSP's planner: the card's numbers, dynamic programs and the mixed-integer program against brute force."""
 
 import itertools
+import os
 import random
+import signal
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
 
 import pytest
 
@@ -10,13 +16,13 @@ from trainwright.planning import flexsp
 from trainwright.planning.flexsp import (
     CostModel,
     FlexSPPlanner,
-    PlanAhead,
     greedy,
     layouts,
     powers_of_two,
     static_plan,
     token_cap,
 )
+from trainwright.planning.flexsp_ahead import PlanAhead
 from trainwright.planning.flexsp_cuts import blast, bucket_bounds, rounded
 
 K = 1024
@@ -191,8 +197,39 @@ def test_planning_ahead_on_a_process_of_its_own():
     planner = FlexSPPlanner(4, 32, FREE, method="layouts")
     ahead = PlanAhead(planner)
     ahead.submit([3, 9, 30])
+    assert ahead.result([3, 9, 30]) == planner.plan([3, 9, 30])  # made here where the process is not there yet
+    ahead._ready.result(timeout=60)
     assert ahead.result([3, 9, 30]) == planner.plan([3, 9, 30])
+    # A process that is gone is planned without, and followed by another.
+    for process in ahead._executor._processes.values():
+        process.kill()
+    ahead.submit([5, 9])
+    assert ahead.result([5, 9]) == planner.plan([5, 9])
+    ahead.submit([7, 9])
+    assert ahead.result([7, 9]) == planner.plan([7, 9])
     ahead.close()
+
+
+def test_steps_of_equal_lengths_share_a_plan_and_old_ones_go():
+    class Counting(FlexSPPlanner):
+        made: ClassVar[list] = []
+
+        def plan(self, lengths):
+            self.made.append(tuple(lengths))
+            return super().plan(lengths)
+
+    planner = Counting(4, 32, FREE, method="layouts")
+    with ThreadPoolExecutor(1) as pool:
+        ahead = PlanAhead(planner, pool)
+        ahead.submit([3, 9])
+        for _ in range(3):  # the next step is submitted before this one asks
+            ahead.submit([3, 9])
+            ahead.result([3, 9])
+        assert planner.made == [(3, 9)]
+        ahead.submit([4])
+        ahead.submit([5])
+        ahead.result([3, 9])
+        assert planner.made.count((3, 9)) == 2
 
 
 @pytest.mark.parametrize(
@@ -213,3 +250,25 @@ def test_planning_ahead_on_a_process_of_its_own():
 def test_bad_input(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_the_planning_process_ends_with_a_killed_trainer():
+    script = (
+        "import os, signal\n"
+        "from trainwright.planning.flexsp import FlexSPPlanner\n"
+        "from trainwright.planning.flexsp_ahead import PlanAhead\n"
+        "if __name__ == '__main__':\n"
+        "    ahead = PlanAhead(FlexSPPlanner(4, 32, method='layouts'))\n"
+        "    ahead.submit([3, 9])\n"
+        "    ahead._ready.result(timeout=60)\n"
+        "    print(*ahead._executor._processes, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    # Ends only when nobody holds its pipe any more.
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL
+    (pid,) = map(int, done.stdout.split())
+    with pytest.raises(ProcessLookupError):
+        for _ in range(100):
+            os.kill(pid, 0)
+            time.sleep(0.05)

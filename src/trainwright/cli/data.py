@@ -116,14 +116,17 @@ def run(
     writer = Writer(out, **writing)
     with _Bar() as bar:
         if ray is None:
-            found = run_pipeline(stages, documents, writer, workers=workers, settings=settings, watch=bar, resume=True)
+            found = run_pipeline(
+                stages, documents, writer, workers=workers, settings=settings, watch=bar, resume=True, refuse_empty=True
+            )
         else:
             from trainwright.data.build.ray_jobs import run_on_ray
 
             address = None if ray == "local" else ray
             found = run_on_ray(
-                stages, documents, writer, address=address, work_dir=work_dir, settings=settings, watch=bar
-            )
+                stages, documents, writer, address=address, work_dir=work_dir, settings=settings, watch=bar,
+                refuse_empty=True,
+            )  # fmt: skip
     idle = found.pop("operators_run", None) == 0
     page = write_samples(found, out)
     if json:
@@ -161,7 +164,7 @@ def inspect(
     from trainwright.cli.data_page import write_samples
     from trainwright.cli.output import figures, print_json
 
-    found = survey(inputs, limit, reading or {})
+    found = _nothing() if _is_empty_corpus(inputs) else survey(inputs, limit, reading or {})
     past = Path(inputs[0]) / "statistics.json" if len(inputs) == 1 else None
     built = None
     if past is not None and past.is_file():
@@ -186,6 +189,25 @@ def inspect(
         if not json:
             print(page)
     return found
+
+
+def _nothing() -> dict[str, Any]:
+    """What ``survey`` would give for no document."""
+    from trainwright.data.build.statistics import Statistics
+
+    figures = {"documents": 0, "characters": 0}
+    return {
+        "figures": figures,
+        "page": {**figures, "seconds": 0.0, "sources": {}, "stages": [Statistics("inspect").to_json()]},
+    }
+
+
+def _is_empty_corpus(inputs: Sequence[str]) -> bool:
+    """Whether this is one built corpus whose stages left no document."""
+    from trainwright.data.build.composition import read_manifest
+
+    manifest = read_manifest(Path(inputs[0])) if len(inputs) == 1 and Path(inputs[0]).is_dir() else None
+    return manifest is not None and not manifest["total"]["documents"]
 
 
 def survey(inputs: Sequence[str], limit: int | None, reading: dict[str, Any]) -> dict[str, Any]:

@@ -35,10 +35,11 @@ def mix(
         if name in sources:
             raise ConfigError("is given twice; name each input: NAME=PATH", key="inputs", value=name)
         sources[name] = open_inputs([item], reading or {})
-    held = [d for c in contaminants for d in open_inputs([c], reading or {})]
+    held = (d for c in contaminants for d in open_inputs([c], reading or {})) if contaminants else ()
     blend = Blend(sources, weights=_weights(weights), total=_number(total), contaminants=held, **settings)
     with _Bar() as bar:
         found = blend.write(out, writing or {}, watch=bar)
+    idle = found.pop("operators_run", None) == 0
     page = write_samples(found, out)
     if json:
         print_json({**found, "stages": [_brief(s) for s in found["stages"]]})
@@ -58,6 +59,10 @@ def mix(
     print(f"{out}: {found['documents']:,} documents", end="")
     print(f", {found['mixture']['held_out']:,} held out" if found["mixture"]["held_out"] else "", end="\n")
     print(page)
+    if found["mixture"]["renamed_ids"]:
+        print(f"{found['mixture']['renamed_ids']:,} ids came twice; the later documents are called SOURCE:ID")
+    if idle:
+        print("inputs and settings are those of the corpus that is there: nothing was done")
     return found
 
 

@@ -1,4 +1,7 @@
-"""``trainwright plan comm``: bytes per step and link of every layout, and the predicted time of a step."""
+"""``trainwright plan comm``: bytes per step and link of every layout, and the predicted time of a step.
+
+The recipe's own layout is that of a training on so many processes, refused where that would be; what ``parallel:
+auto`` and ``sharding: amsp`` stand for is chosen by the memory and the nodes of the cluster."""
 
 from __future__ import annotations
 
@@ -8,9 +11,12 @@ from typing import Any
 
 from trainwright.cli.output import out, print_json
 from trainwright.core.errors import ConfigError
+from trainwright.parallel.auto import Machine, choose
 from trainwright.parallel.mesh import DIMENSIONS
 from trainwright.planning.comm_context import rows_of
 from trainwright.planning.comm_plan import Cluster, Prediction, Work, layouts, predict
+from trainwright.train.degrees import check
+from trainwright.train.degrees import work as auto_work
 from trainwright.train.sharding import settled_sharding
 
 
@@ -28,11 +34,12 @@ def comm(
 
     config = RunConfig.load(recipe, overrides)
     machines = Cluster.load(cluster)
-    config = settled_sharding(config, world, machines)
+    config = _settled(config, world, machines)
+    degrees = check(config, world)
     work = work_of(config)
     if lengths is not None:
         work = dataclasses.replace(work, lengths=rows_of(_numbers(lengths), work.seq_len, work.rows))
-    own = predict(work, config.parallel.resolve(world), config.parallel, machines)
+    own = predict(work, degrees, config.parallel, machines)
     found = layouts(work, config.parallel, world, machines, most)
     if json:
         print_json({"own": _row(own), "layouts": [_row(p) for p in found]})
@@ -44,6 +51,17 @@ def comm(
     for t in own.transfers:
         over = "all" if t.over == DIMENSIONS else " x ".join(t.over)
         out().print(f"  {t.kind:<15} {t.bytes / 1e6:>12,.2f} MB in {t.calls:>6,} over {over} ({t.ranks}): {t.what}")
+
+
+def _settled(config: Any, world: int, machines: Cluster) -> Any:
+    """``config`` with degrees for ``world`` ranks of ``machines``."""
+    if config.parallel.sharding is not None or not config.parallel.auto:
+        return settled_sharding(config, world, machines)
+    machine = Machine(int(machines.memory_gb * 1e9), min(world, machines.ranks_per_node))
+    choice = choose(world, config.parallel, auto_work(config), machine)
+    chosen = {key: getattr(choice.degrees, key) for key in ("dp_replicate", "dp_shard", "cp", "tp")}
+    parallel = config.parallel.model_copy(update={**chosen, "auto": False})
+    return config.model_copy(update={"parallel": parallel})
 
 
 def _numbers(path: Path) -> list[int]:
@@ -65,6 +83,8 @@ def work_of(config: Any) -> Work:
     arch = find(getattr(config.model, "vocab_size", None) or _vocabulary(config))
     with torch.device("meta"):
         model = Decoder(arch)
+    for transform in (t for t in config.transforms if t.name == "early_exit"):
+        transform.apply(model)
     train = config.train
     dtype = config.precision.build(torch.device("cpu")).compute_dtype if config.precision.name != "auto" else None
     size = dtype.itemsize if dtype is not None else 2
@@ -73,10 +93,12 @@ def work_of(config: Any) -> Work:
         shapes={name: tuple(p.shape) for name, p in model.named_parameters()},
         seq_len=train.seq_len,
         rows=train.global_batch_rows,
-        micro_rows=train.micro_batch_size or max(1, 8192 // train.seq_len),
+        micro_rows=train.micro_batch_size,
         flops_per_token=model.flops_per_token(train.seq_len),
         activation_bytes=size,
         gathered_bytes=size,
+        exits=0 if model.exits is None else len(model.exits),
+        exit_settings=None if model.exits is None else model.exits.settings,
     )
 
 

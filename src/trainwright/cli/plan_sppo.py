@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -29,3 +30,27 @@ def sppo(recipe: Path | None, overrides: list[str]) -> None:
     )
     figures = {name: float(f"{value:.4g}") for name, value in found.model_dump().items()}
     print(yaml.safe_dump({"parallel": {"context": {"name": "sppo", "measured": figures}}}, sort_keys=False), end="")
+    if (line := _multiplexed(config, arch, found, rows)) is not None:
+        print(f"# {line}")
+
+
+def _multiplexed(config: Any, arch: Any, measured: Any, rows: int) -> str | None:
+    """What sharing the first and last chunks of the recipe's would save; None where there are no stages or chunks."""
+    from trainwright.parallel.sppo.multiplex import best
+    from trainwright.parallel.sppo.simulator import simulate
+    from trainwright.parallel.sppo.solver import BACKWARD
+    from trainwright.parallel.sppo.sppo import sppo_of
+
+    stages, method = config.parallel.pp, sppo_of(config.parallel)
+    if stages == 1 or method is None:
+        return None
+    method = method.model_copy(update={"measured": measured})
+    cut = method.layout(arch, config.train.seq_len, stages, rows).bounds
+    times = method.machine(arch, rows).work.of(cut)
+    back = [BACKWARD * t for t in times]
+    plain, shared = simulate(times, stages, back), best(times, stages, back)
+    return (
+        f"{len(times)} chunks on {stages} stages: idle for {plain.bubble:.0%} of a step. Were the first and last "
+        f"chunks shared by idle stages, {shared.bubble:.0%}, and a step {shared.seconds / plain.seconds:.3f} as long "
+        "(planned only; without what weights and keys take)"
+    )

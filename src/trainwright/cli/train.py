@@ -135,6 +135,7 @@ def _launch(recipe: Path | None, overrides: list[str], processes: Processes, res
         machines=machines,
         restarts=processes.restarts,
         legal=legal,
+        patience=2 * config.parallel.timeout + 60,
         say=lambda line: print(line, file=sys.stderr, flush=True),
     )
     for message in outcome.messages:

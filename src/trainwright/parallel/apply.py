@@ -7,6 +7,7 @@ FSDP2 take their mean (gloo has no scaled sum), hence ``loss_scale``, the number
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,8 +24,9 @@ from trainwright.core.divided import Division
 from trainwright.core.errors import ConfigError
 from trainwright.models.base import LanguageModel
 from trainwright.models.moe import MoE
+from trainwright.parallel.comm.sums import total_of_each
 from trainwright.parallel.config import ParallelConfig, context_method
-from trainwright.parallel.context.base import ContextParallel, SummedOverRanks
+from trainwright.parallel.context.base import ContextParallel, Stages
 from trainwright.parallel.mesh import Mesh
 from trainwright.parallel.weights import check_same_build, fill_from_first_rank, model_state
 
@@ -65,6 +67,19 @@ class Parallelized:
             sharded.set_requires_gradient_sync(last_micro_batch or self.accumulate == "sharded")
             sharded.set_requires_all_reduce(last_micro_batch)
         yield
+
+    @contextmanager
+    def one_gradient(self) -> Iterator[None]:
+        """Around all micro-batches of a step; what is summed over tensor-parallel ranks once a step is so at its end.
+
+        Collective."""
+        if self.copies == 1:
+            yield
+            return
+        from trainwright.parallel.tensor import summed_once
+
+        with summed_once(self.model):
+            yield
 
     def state(self) -> dict[str, Tensor]:
         return model_state(self.model)
@@ -134,13 +149,7 @@ def parallelize(
     trained = any(p.requires_grad for p in model.parameters())
     reduced = mesh.dp_size * degrees.cp > 1 and trained  # else no gradient has to be added up
     with fill_from_first_rank(model, device) if from_first else contextlib.nullcontext():
-        if degrees.tp > 1:
-            from trainwright.parallel.tensor import apply_tensor_parallel
-
-            apply_tensor_parallel(model, cast(DeviceMesh, mesh.submesh("tp")), config.sequence_parallel)
-            _narrow_attention(model, mesh.rank_in("tp"), degrees.tp)
-            if config.tensor is not None:
-                config.tensor.apply(model, mesh.submesh("tp"))
+        _cut_layers(model, mesh, config)
         experts_over = _spread_experts(model, mesh)
         # DDP takes plain parameters, and one backward pass a forward pass; the rest is replicated by FSDP2's machinery.
         if sharded or (reduced and (degrees.tp > 1 or chunks is not None)):
@@ -175,13 +184,22 @@ def _stages(
     if from_first:
         with fill_from_first_rank(model, device):
             model = model.to_empty(device="cpu") if _on_meta(model) else model
-    if mesh.degrees.tp > 1:
-        from trainwright.parallel.tensor import apply_tensor_parallel
-
-        apply_tensor_parallel(model, cast(DeviceMesh, mesh.submesh("tp")), config.sequence_parallel)
-        _narrow_attention(model, mesh.rank_in("tp"), mesh.degrees.tp)
+    _cut_layers(model, mesh, config)
     pipeline = apply_pipeline(model, mesh, config, precision, device, _spread_experts(model, mesh), spread["chunks"])
     return Parallelized(pipeline.model, pipeline.model, pipeline=pipeline, **spread)
+
+
+def _cut_layers(model: LanguageModel, mesh: Mesh, config: ParallelConfig) -> None:
+    """Tensor parallelism, where there is some."""
+    over = mesh.submesh("tp")
+    if over is None:
+        return
+    from trainwright.parallel.tensor import apply_tensor_parallel
+
+    apply_tensor_parallel(model, over, config.sequence_parallel)
+    _narrow_attention(model, mesh.rank_in("tp"), mesh.degrees.tp)
+    if config.tensor is not None:
+        config.tensor.apply(model, over)
 
 
 def _spread_context(model: LanguageModel, mesh: Mesh, config: ParallelConfig) -> ContextParallel:
@@ -196,13 +214,18 @@ def _spread_context(model: LanguageModel, mesh: Mesh, config: ParallelConfig) ->
             value=mesh.degrees.cp,
         )
     context = method.build(mesh, decoder.arch.n_heads // mesh.degrees.tp)
+    if mesh.degrees.pp > 1:
+        from trainwright.parallel.pipeline.legal import legal_micro_batches
+
+        legal = functools.partial(legal_micro_batches, config.pipeline, mesh.degrees.pp)
+        context.stages = Stages(mesh.group("pp"), mesh.degrees.pp, legal)
     decoder.plan_attention = context.plan
     for block in decoder.blocks:
         block.attn.attend = context.attend
     if context.together:
         group = mesh.group("cp")
         for moe in (m for m in model.modules() if isinstance(m, MoE)):
-            moe.summed_also(lambda x: cast(Tensor, SummedOverRanks.apply(x, group)))
+            moe.summed_also(lambda x: total_of_each(x, group))
     return context
 
 

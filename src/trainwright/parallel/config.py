@@ -206,6 +206,14 @@ class ParallelConfig(BaseModel):
         )
 
 
+def micro_batch_rows(local: int, seq_len: int, pp: int, given: int | None = None) -> int:
+    """Rows of a micro-batch of a rank with ``local`` rows a step; ``given`` by the recipe, or some 8192 tokens."""
+    micro = given or max(1, 8192 // seq_len)
+    if pp > 1 and given is None:
+        micro = min(micro, max(1, local // (4 * pp)))  # ranks are idle for (pp - 1) / micro-batches of a step
+    return min(micro, local)
+
+
 def _choices(n: int) -> str:
     return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
 

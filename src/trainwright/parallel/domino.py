@@ -29,6 +29,9 @@ code in DeepSpeed (deepspeed/runtime/domino: n = 2, k = 1, GELU and LayerNorm), 
 - Between blocks, the first chunk's next norm waits until the next block begins: its weights may not be here before
   (FSDP2). Backward, its sum then hides behind dA alone, one sum in 2 n. :func:`run_halves` over the halves of all
   layers at once does not need that.
+- A stage of a pipeline receives the whole stream and hands it on whole: there, the last chunk's last sum has nothing to
+  hide behind, forward, and the first chunk's first sum of a gradient, backward. Torch's schedules send what a stage
+  returns when it returns, so that slices handed on one by one would leave together all the same.
 - q, k, v (gate, up) are matrices of their own, with one sum for their common input.
 - A feed-forward that ``tp * column`` does not divide is refused, as told of the method; what is needed is that
   ``column`` divides the width of the stream, which is asked for too.
@@ -49,7 +52,7 @@ from torch.nn import functional as F
 
 from trainwright.core.errors import ConfigError
 from trainwright.core.registry import register
-from trainwright.parallel.config import Degrees, ParallelConfig, TensorConfig
+from trainwright.parallel.config import Degrees, ParallelConfig, TensorConfig, context_method
 
 
 class Handle(Protocol):
@@ -341,16 +344,21 @@ class DominoConfig(TensorConfig):
                 key="parallel.sequence_parallel",
                 value=True,
             )
-        for dim, why in (
-            ("pp", "a stage passes on the whole stream, not its chunks"),
-            ("cp", "the ranks of a row exchange keys in the middle of a chunk"),
-        ):
-            if getattr(degrees, dim) > 1:
-                raise ConfigError(
-                    f"does not go with parallel.tensor=domino in this release: {why}; set {dim}=1",
-                    key=f"parallel.{dim}",
-                    value=getattr(degrees, dim),
-                )
+        schedule = config.pipeline.schedule
+        if degrees.pp > 1 and schedule == "zero_bubble":
+            raise ConfigError(
+                "computes the weights' gradients later, and parallel.tensor=domino hides sums behind them; use 1f1b, "
+                "interleaved or gpipe",
+                key="parallel.pipeline.schedule",
+                value=schedule,
+            )
+        if degrees.cp > 1 and not context_method(config).by_rows:
+            raise ConfigError(
+                "deals out the tokens of a whole micro-batch, and parallel.tensor=domino takes its rows chunk by "
+                "chunk; use ring, ulysses or usp, or set cp=1",
+                key="parallel.context",
+                value=context_method(config).name,
+            )
         if arch.n_experts:
             raise ConfigError(
                 f"cuts a dense feed-forward, and the model has {arch.n_experts} experts; leave it out",
@@ -383,6 +391,8 @@ class DominoConfig(TensorConfig):
                 value=config.data.batcher.name,
             )
         sizes = {min(micro_batch_size, rows - i) for i in range(0, rows, micro_batch_size)}
+        if config.parallel.pp > 1:
+            sizes = {-(-rows // -(-rows // micro_batch_size))}  # a pipeline's are all of one size
         bad = next((b for b in sorted(sizes) if b % self.row), None)
         if bad is not None:
             raise ConfigError(

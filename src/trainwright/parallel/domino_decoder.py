@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from trainwright.core.errors import ConfigError
 from trainwright.models.decoder import MLP, Attention, Block, Decoder
 from trainwright.models.ops import apply_rope, rms_norm, swiglu
+from trainwright.parallel.context.host import chunked
 from trainwright.parallel.domino import Half, Projections, Reduce, Stream, join, run_halves, split
 from trainwright.parallel.tensor import apply_tensor_parallel
 
@@ -33,6 +34,10 @@ class Domino:
                 value=self.row,
             )
         return math.gcd(rows, self.row)
+
+    def split(self, x: Tensor) -> Stream:
+        """A new forward call over the stream ``[b, T, D]``."""
+        return split(x, self.chunks(len(x)), self.reduce)
 
 
 class DominoBlock(Block):
@@ -133,14 +138,20 @@ def slice_blocks(model: Any, domino: Domino) -> None:
         block._domino = domino  # type: ignore[assignment]
     plan = model.plan_attention
 
+    # Also where ranks share out a row's tokens (parallel/context): its attention is that of some rows, n times.
     def plan_chunks(doc_ids: Tensor | None, batch: int, length: int, window: int, device: torch.device) -> list[Any]:
         n = domino.chunks(batch)
-        parts = [None] * n if doc_ids is None else doc_ids.chunk(n)
+        parts = [None] * n if doc_ids is None else chunked(doc_ids, batch // n)
         return [plan(part, batch // n, length, window, device) for part in parts]
 
     model.plan_attention = plan_chunks
-    model.embed.register_forward_hook(lambda module, args, x: split(x, domino.chunks(len(x)), domino.reduce))
+    model.embed.register_forward_hook(lambda module, args, x: domino.split(x))
     model.norm.register_forward_pre_hook(lambda module, args: (join(args[0]), *args[1:]))
+
+
+def domino_of(block: Any) -> Domino | None:
+    """How a block is sliced; None: not."""
+    return getattr(block, "_domino", None)
 
 
 def over(mesh: DeviceMesh) -> Reduce:

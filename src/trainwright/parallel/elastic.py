@@ -83,9 +83,14 @@ class Agent(LocalElasticAgent):
         said = reports(self._folder)
         here = [worker.global_rank for worker in worker_group.workers]
         lost = {rank for rank, report in said.items() if report.get("lost")}
+        codes = {rank: failure.exitcode for rank, failure in failures.items()}
         guilty = causes({r: (f.exitcode, f.timestamp) for r, f in failures.items()}, lost, here)
         cause = ", ".join(f"rank {rank} {what}" for rank, what in guilty.items())
-        self.cause = self._share(worker_group, cause) or next((said[rank]["message"] for rank in sorted(lost)), "")
+        self.cause = (
+            self._share(worker_group, cause)
+            or next((said[rank]["message"] for rank in sorted(lost)), "")
+            or unclear(codes)
+        )
         if self._interrupted() or len(lost) < len(said):
             self._remaining_restarts = 0
         if self._remaining_restarts == 0:
@@ -135,9 +140,10 @@ def causes(failures: Mapping[int, tuple[int, float]], lost: set[int], here: list
     lost      ranks that said that they had lost the others
     here      the ranks of this machine
 
-    Killed ones come first, then those that failed by themselves, then those ended by SIGABRT (NCCL's way out of a
-    collective that does not end), then those that neither failed nor lost the others: they did not answer. Empty
-    where all ranks here lost one that is elsewhere.
+    Killed ones come first, then those that failed by themselves, then those that neither failed nor lost the others:
+    they did not answer. SIGABRT is NCCL's way out of a collective that does not end: who ended so has waited. All who
+    wait end so at about the same time, so where they are fewer than the silent ones it means something else. Empty
+    where that leaves it open, and where all ranks here lost one that is elsewhere.
     """
     first = min((at for _, at in failures.values()), default=0.0)
     # What the agent ends itself does not count: SIGTERM at once, SIGKILL when its patience is at an end.
@@ -148,13 +154,23 @@ def causes(failures: Mapping[int, tuple[int, float]], lost: set[int], here: list
     }
     killed = {rank: code for rank, code in own.items() if code < 0 and code != -signal.SIGABRT}
     failed = {rank: code for rank, code in own.items() if code > 0 and rank not in lost}
-    aborted = {rank: code for rank, code in own.items() if code == -signal.SIGABRT}
-    for group in (killed, failed, aborted):
+    for group in (killed, failed):
         if group:
             return {rank: how(code) for rank, code in group.items()}
-    if not lost:
+    waited = lost | {rank for rank, code in own.items() if code == -signal.SIGABRT}
+    if not waited:
         return {rank: how(code) for rank, (code, _) in sorted(failures.items())}
-    return {rank: "did not answer" for rank in here if rank not in lost}
+    silent = [rank for rank in here if rank not in waited]
+    return dict.fromkeys(silent, "did not answer") if lost or len(silent) <= len(waited) else {}
+
+
+def unclear(codes: Mapping[int, int]) -> str:
+    """What is to be said where :func:`causes` finds nobody, from the exit codes of the failed workers."""
+    aborted = sorted(rank for rank, code in codes.items() if code == -signal.SIGABRT)
+    if not aborted:
+        return "the cause is not known"
+    ranks = f"rank{'' if len(aborted) == 1 else 's'} {', '.join(map(str, aborted))}"
+    return f"{ranks} ended by SIGABRT, and which rank is the cause is not known"
 
 
 def how(code: int) -> str:

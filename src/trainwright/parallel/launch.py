@@ -9,6 +9,7 @@ needs nothing from here.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import logging
@@ -33,6 +34,7 @@ _TOGETHER = (
 )  # ends that all ranks reach together; a failure code would have the others killed in their last save
 _PR_SET_PDEATHSIG = 1
 _SECONDS_TO_END = 5.0  # after an interrupt, for a launcher that waits for other machines
+_SECONDS_TO_KILL = 30.0  # after a second interrupt, for workers that do not end
 # What gloo, NCCL and the store say when another rank is gone. They have no error class of their own.
 _LOST = (
     "connection closed by peer",
@@ -130,6 +132,7 @@ def launch(
     restarts: int = 0,
     legal: Callable[[int], bool] = lambda workers: True,
     say: Callable[[str], None] = print,
+    patience: float = 1260.0,
     **waits: int,
 ) -> Outcome:
     """Run ``python -m trainwright *arguments`` in ``nproc`` processes and wait for them.
@@ -139,9 +142,12 @@ def launch(
     restarts   failures after which all processes start again
     legal      whether so many processes here can share the work
     say        gets a line when processes start again
+    patience   seconds after the first SIGINT or SIGTERM until workers that are left get SIGKILL: enough for the others
+               to notice one that hangs, and for a save
     waits      of the rendezvous (torch's names): ``timeout``, ``last_call_timeout``, ``keep_alive_interval``, ...
 
     SIGINT and SIGTERM are handed on to the workers, which finish their step, save and end; nothing is started again.
+    After a second one they have 30 seconds.
     """
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -161,6 +167,7 @@ def launch(
         ended: list[Any] = []
         agents: list[Any] = []
         signalled: list[float] = []
+        killed: set[int] = set()
 
         def run() -> None:
             from trainwright.parallel.elastic import Agent
@@ -208,11 +215,14 @@ def launch(
             thread.start()
             while thread.is_alive() and not _waits_in_vain(signalled):
                 thread.join(0.2)
+                if _too_long(signalled, patience):
+                    killed |= _kill_workers()
         finally:
             for number, handler in old.items():
                 signal.signal(number, handler)
             del os.environ[EXIT_DIR]
-        return _outcome(folder, ended[0] if ended else None, agents[0] if agents else None, place, bool(signalled))
+        result, agent = ended[0] if ended else None, agents[0] if agents else None
+        return _outcome(folder, result, agent, place, bool(signalled), bool(killed))
 
 
 def _cores() -> int:
@@ -228,6 +238,27 @@ def _waits_in_vain(signalled: list[float]) -> bool:
     if not signalled or time.monotonic() - signalled[0] < _SECONDS_TO_END:
         return False
     return not psutil.Process().children()
+
+
+def _too_long(signalled: list[float], patience: float) -> bool:
+    """Whether workers have had the time they get to end in."""
+    now = time.monotonic()
+    return bool(signalled) and (
+        now - signalled[0] > patience or (len(signalled) > 1 and now - signalled[1] > min(_SECONDS_TO_KILL, patience))
+    )
+
+
+def _kill_workers() -> set[int]:
+    """SIGKILL, which also ends a stopped process; the ids of those that were left."""
+    import psutil
+
+    left = set()
+    for worker in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if worker.status() != psutil.STATUS_ZOMBIE:
+                worker.kill()
+                left.add(worker.pid)
+    return left
 
 
 def _forward_signals(seen: list[float]) -> dict[int, Any]:
@@ -246,20 +277,27 @@ def _forward_signals(seen: list[float]) -> dict[int, Any]:
     return {n: signal.signal(n, forward) for n in (signal.SIGINT, signal.SIGTERM)}
 
 
-def _outcome(folder: Path, ended: Any, agent: Any, place: Machines, signalled: bool) -> Outcome:
-    """The code and messages that the workers left; their own failures where they left none."""
+def _outcome(folder: Path, ended: Any, agent: Any, place: Machines, signalled: bool, killed: bool) -> Outcome:
+    """The code and messages that the workers left; their own failures where they left none.
+
+    killed  workers did not end after an interrupt
+    """
     from torch.distributed.elastic.agent.server.api import RunResult
     from torch.distributed.elastic.rendezvous import api
 
     from trainwright.parallel.elastic import reports
 
-    said = [report for _, report in sorted(reports(folder).items()) if not report.get("lost")]
+    found = reports(folder)
+    said = [report for _, report in sorted(found.items()) if not report.get("lost")]
     if said:
         messages = tuple(dict.fromkeys(s["message"] for s in said if s["message"]))
         return Outcome(min(s["code"] for s in said), messages)
     finished = not ended.is_failed() if isinstance(ended, RunResult) else ended is None and not signalled
     if finished:
         return Outcome(0)
+    if signalled and (killed or found):
+        why = "workers did not end and were killed" if killed else agent.cause
+        return Outcome(130, (f"interrupted, and {why}; what came after the last checkpoint is not saved",))
     if signalled:
         return Outcome(130, ("interrupted before the first step; nothing is saved",))
     if isinstance(ended, api.RendezvousClosedError):

@@ -1,10 +1,15 @@
-"""Whether a model can be cut by the degrees that a recipe asks for: checked before any process group is made."""
+"""Whether a model can be cut by the degrees that a recipe asks for, and whether the recipe's other parts go with these:
+checked before any process group is made."""
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 from trainwright.core.errors import ConfigError
 from trainwright.models.architecture import Architecture
-from trainwright.parallel.config import Degrees, ParallelConfig, context_method
+from trainwright.parallel.config import Degrees, ParallelConfig, PipelineSection, context_method
+from trainwright.parallel.sppo.sppo import sppo_of
 
 
 def check_cut(degrees: Degrees, config: ParallelConfig, arch: Architecture | None, seq_len: int) -> None:
@@ -39,8 +44,17 @@ def check_cut(degrees: Degrees, config: ParallelConfig, arch: Architecture | Non
             )
     if config.tensor is not None:
         config.tensor.check(degrees, config, arch)
+    if tp > 1 and arch.n_experts and not config.sequence_parallel:
+        raise ConfigError(
+            "leaves the whole stream to each rank, and experts take the tokens that a rank has: leave it out, or set "
+            "parallel.tp=1 (experts are spread by parallel.ep)",
+            key="parallel.sequence_parallel",
+            value=False,
+        )
     if cp > 1:
         context_method(config).check(cp, arch.n_heads // tp, arch.n_kv_heads // tp, seq_len)
+    if cp > 1 and pp > 1:
+        context_method(config).check_pipeline()
     stages = pp * config.pipeline.stages_per_rank
     if pp > 1 and stages > arch.n_layers:
         raise ConfigError(
@@ -73,6 +87,87 @@ def check_cut(degrees: Degrees, config: ParallelConfig, arch: Architecture | Non
             "(dp_shard x cp / ep) to shard evenly; use a larger ep",
             key="parallel.ep",
             value=ep,
+        )
+
+
+def check_parts(degrees: Degrees, config: Any, arch: Architecture | None, rows: int, micro_batch_size: int) -> None:
+    """Raises ConfigError for parts of a recipe that do not go with its degrees, or that these leave without a use.
+
+    config            the RunConfig
+    arch              None: a model whose inside is not known here
+    rows              of a rank's share of the global batch
+    micro_batch_size  rows
+    """
+    _check_used(degrees, config.parallel)
+    for i, transform in enumerate(config.transforms):
+        why = _why_not(transform, degrees, arch)
+        if why is not None:
+            raise ConfigError(why, key=f"transforms.{i}", value=transform.name)
+    if any(method.name == "fused_backward" for method in config.memory):
+        _check_fused_backward(degrees, config, rows, micro_batch_size)
+
+
+def _check_used(degrees: Degrees, parallel: ParallelConfig) -> None:
+    """Settings that say how something is done which is not done."""
+    context = parallel.context
+    if context is not None and degrees.cp == 1 and sppo_of(parallel) is None and not parallel.auto:
+        raise ConfigError(
+            "says how the tokens of a row are spread over parallel.cp ranks, and cp is 1; set cp, or leave it out",
+            key="parallel.context",
+            value=context.name,
+        )
+    if degrees.pp == 1:
+        usual = PipelineSection()
+        for key in PipelineSection.model_fields:
+            value = getattr(parallel.pipeline, key)
+            if value != getattr(usual, key):
+                raise ConfigError(
+                    "is for the stages of a pipeline, and parallel.pp is 1; set pp, or leave it out",
+                    key=f"parallel.pipeline.{key}",
+                    value=value,
+                )
+
+
+def _why_not(transform: Any, degrees: Degrees, arch: Architecture | None) -> str | None:
+    if transform.name == "grass_linear" and degrees.world_size > 1:
+        return (
+            f"is for one process, and {degrees.world_size} ranks have whole gradients to add up (DDP) or to shard "
+            "(FSDP2, tensor parallelism); leave it out, optimizer=grass works without"
+        )
+    if transform.name != "lora":
+        return None
+    if degrees.tp > 1:
+        return "puts adapters in linear layers, and parallel.tp cuts plain ones; set tp=1, and use dp_shard"
+    if degrees.ep > 1 and arch is not None and _adapts_experts(transform.targets, arch):
+        return (
+            "puts adapters in experts, and parallel.ep spreads plain ones; set ep=1, or name layers that are no "
+            "experts in targets, such as attn.(q|k|v|o)"
+        )
+    return None
+
+
+def _adapts_experts(targets: list[str], arch: Architecture) -> bool:
+    names = [
+        f"blocks.{i}.mlp.{part}" for i in range(arch.n_layers) for part in ("gate", "up", "down") if arch.is_moe(i)
+    ]
+    patterns = [rf"(?:^|\.)(?:{target})$" for target in targets if target not in ("matrix", "expert")]
+    return "expert" in targets or any(re.search(pattern, name) for pattern in patterns for name in names)
+
+
+def _check_fused_backward(degrees: Degrees, config: Any, rows: int, micro_batch_size: int) -> None:
+    if degrees.world_size > 1:
+        raise ConfigError(
+            f"steps before {degrees.world_size} ranks could add their gradients up; train in one process, or leave it "
+            "out (dp_shard divides the gradients over the ranks)",
+            key="memory",
+            value="fused_backward",
+        )
+    if rows > micro_batch_size or config.data.batcher.regroups:
+        raise ConfigError(
+            f"takes the whole batch at once, and this is {micro_batch_size} of {rows} rows: set "
+            f"train.micro_batch_size={rows} or lower train.global_batch_tokens, and use a batcher other than odb",
+            key="memory",
+            value="fused_backward",
         )
 
 

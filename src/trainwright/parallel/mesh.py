@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +30,30 @@ def init_distributed(device: torch.device, timeout_s: float = 600.0) -> None:
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
 
 
+@contextmanager
+def groups_within(timeout_s: float | None) -> Iterator[None]:
+    """Process groups made inside let a collective take ``timeout_s`` seconds; None: torch's own 10 or 30 minutes.
+
+    Meshes make groups without asking for how long, and gloo keeps what it was made with, whatever is set later.
+    """
+    if timeout_s is None:
+        yield
+        return
+    makers: Any = dist.distributed_c10d
+    kept = makers._get_default_timeout
+    makers._get_default_timeout = lambda backend: timedelta(seconds=timeout_s)
+    try:
+        yield
+    finally:
+        makers._get_default_timeout = kept
+
+
+def subgroup(ranks: list[int], of: dist.ProcessGroup) -> Any:
+    """``dist.new_group(ranks)``, called by every process of the run, with the timeout of the group ``of``."""
+    times = [getattr(of._get_backend(device).options, "_timeout", None) for device in of._device_types]
+    return dist.new_group(ranks, timeout=min((t for t in times if t is not None), default=None))
+
+
 def shutdown() -> None:
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
@@ -42,6 +69,7 @@ class Mesh:
 
     degrees: Degrees
     mesh: DeviceMesh | None
+    timeout_s: float | None = None  # of groups that are made later
 
     @property
     def world_size(self) -> int:
@@ -102,15 +130,19 @@ class Mesh:
         flat = self._flat("dp_shard", "cp")
         if flat is None or not hasattr(flat, "_unflatten"):
             raise ConfigError(f"needs a newer torch than {torch.__version__}", key="parallel.ep", value=degrees.ep)
-        parts = flat._unflatten(0, (flat.size() // degrees.ep, degrees.ep), ("expert_shard", "ep"))
-        parts._flatten("expert_shard_ep")  # DTensor finds it: a norm is then one collective, not two
+        with groups_within(self.timeout_s):
+            parts = flat._unflatten(0, (flat.size() // degrees.ep, degrees.ep), ("expert_shard", "ep"))
+            parts._flatten("expert_shard_ep")  # DTensor finds it: a norm is then one collective, not two
         same = parts["expert_shard"]
         replicas = self.submesh("dp_replicate")
         return (same if replicas is None else DeviceMesh._concatenate([replicas, same])), parts["ep"]
 
     def _flat(self, *dims: str) -> DeviceMesh | None:
         sub = self.submesh(*dims)
-        return sub if sub is None or sub.ndim == 1 else sub._flatten("_".join(dims))
+        if sub is None or sub.ndim == 1:
+            return sub
+        with groups_within(self.timeout_s):
+            return sub._flatten("_".join(dims))
 
     def group(self, *dims: str) -> dist.ProcessGroup | None:
         """The process group over those of ``dims`` together; None when all have degree 1.
@@ -120,20 +152,21 @@ class Mesh:
         sub = self.submesh(*dims)
         if sub is None:
             return None
-        return sub.get_group() if sub.ndim == 1 else sub._flatten().get_group()
+        if sub.ndim == 1:
+            return sub.get_group()
+        with groups_within(self.timeout_s):
+            return sub._flatten().get_group()
 
 
 def build_mesh(degrees: Degrees, device: torch.device, timeout_s: float | None = None) -> Mesh:
     """The mesh of ``degrees``; shards of one replica are neighbours, so they share a node.
 
-    timeout_s  seconds that a collective of its dimensions may take; None: torch's own
+    timeout_s  seconds that a collective of its groups may take; None: torch's own
     """
     names = tuple(d for d in DIMENSIONS if getattr(degrees, d) > 1)
     if not names:
         return Mesh(degrees, None)
     shape = tuple(getattr(degrees, d) for d in names)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-    if timeout_s is not None:
-        for group in mesh.get_all_groups():
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
-    return Mesh(degrees, mesh)
+    with groups_within(timeout_s):
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    return Mesh(degrees, mesh, timeout_s)

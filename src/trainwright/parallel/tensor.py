@@ -5,9 +5,12 @@ Megatron-LM (arXiv:1909.08053) with sequence parallelism (arXiv:2205.05198), ove
 - q, k, v, gate, up and the head are cut by rows of their weights (a rank's heads, its part of the hidden layer, its
   part of the vocabulary), o and down by columns, so that a block needs one collective before and one after each half.
 - With ``sequence_parallel`` the residual stream between them holds 1 / tp of each row's tokens: an all-gather before,
-  a reduce-scatter after. Norms work on what is here; their gradients are summed over the ranks. Without it the stream
-  is whole on every rank, and each half ends with an all-reduce.
+  a reduce-scatter after. Norms work on what is here; their gradients are summed over the ranks, in training once a
+  step (:func:`summed_once`). Without it the stream is whole on every rank, and each half ends with an all-reduce.
+- Under autocast the stream is cast before it is gathered: what it goes into computes in that type anyway.
 - The embedding is cut by vocabulary. The loss is made of the logits as they lie (objectives/vocab_shard.py).
+- An early exit is a small model's end: its norm is whole, its feed-forward and an unembedding of its own are cut as the
+  others are.
 - Experts stay whole and get the tokens that are here (``sequence_parallel`` only); parallel.ep spreads them.
 
 Weights are DTensors, so optimizers, clipping and checkpoints treat them as any sharded ones.
@@ -15,7 +18,9 @@ Weights are DTensors, so optimizers, clipping and checkpoints treat them as any 
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,25 +28,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from trainwright.core.distributed import all_gather_single, reduce_scatter_single
+from trainwright.core.distributed import all_gather_single, local_tensor, reduce_scatter_single
 from trainwright.core.errors import ConfigError
 from trainwright.models.decoder import Decoder, RMSNorm
 from trainwright.models.moe import MoE
+from trainwright.parallel.comm import sums
 
-
-class _Summed(torch.autograd.Function):
-    """What every rank holds whole, a weight or the stream, and uses in part: its gradient is summed over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
+_TOGETHER = 2**20  # numbers of a gradient that is summed together with others
 
 
 class _Gathered(torch.autograd.Function):
@@ -70,20 +63,6 @@ class _Scattered(torch.autograd.Function):
         return gather_tokens(grad, ctx.group), None
 
 
-class _Reduced(torch.autograd.Function):
-    """The sum over ranks, whole on each of them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        x = x.contiguous().clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad, None
-
-
 def gather_tokens(x: Tensor, group: Any) -> Tensor:
     """``[B, T / n, ...]`` of each rank, in rank order -> ``[B, T, ...]``."""
     n = dist.get_world_size(group)
@@ -108,28 +87,78 @@ class TensorParallel:
         self.mesh, self.sequence = mesh, sequence
         self.group = mesh.get_group()
         self.length = 0  # of the rows of this forward pass; the stream is padded up to a multiple of the ranks
+        self.later = False  # gradients of what is held whole are summed by summed_once, not in the backward pass
 
     def enter(self, x: Tensor) -> Tensor:
         """The residual stream -> whole rows, the input of cut layers."""
+        device = x.device.type
+        if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+            x = x.to(torch.get_autocast_dtype(device))
         if not self.sequence:
-            return cast(Tensor, _Summed.apply(x, self.group))
+            return sums.shared(x, self.group)
         return cast(Tensor, _Gathered.apply(x, self.group))[:, : self.length]
 
     def leave(self, x: Tensor) -> Tensor:
         """Summands of whole rows -> the residual stream."""
         if not self.sequence:
-            return cast(Tensor, _Reduced.apply(x, self.group))
+            return sums.total(x, self.group)
         missing = -self.length % self.mesh.size()
         return cast(Tensor, _Scattered.apply(nn.functional.pad(x, (0, 0, 0, missing)) if missing else x, self.group))
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum over ranks of what each made of its own tokens."""
-        return cast(Tensor, _Reduced.apply(x, self.group))
+        return sums.total(x, self.group)
 
     def whole(self, weight: Tensor) -> Tensor:
         """A weight that the ranks hold whole and use on their part of the tokens, or of the heads."""
-        local = weight.to_local() if isinstance(weight, DTensor) else weight
-        return cast(Tensor, _Summed.apply(local, self.group))
+        local = _local(weight)
+        return local if self.later else sums.shared(local, self.group)
+
+
+@contextmanager
+def summed_once(model: nn.Module) -> Iterator[None]:
+    """Around the forward and backward passes of one gradient: what the ranks hold whole is summed over them at the end,
+    in one all-reduce, and not in each backward pass. Collective; nothing where ``model`` is not cut.
+
+    Gradients that are there before are sums already: then each backward pass sums its own.
+    """
+    modules = [m for m in model.modules() if isinstance(getattr(m, "_tp", None), TensorParallel)]
+    if not modules or any(p.grad is not None for p in _held_whole(modules)):
+        yield
+        return
+    tp: TensorParallel = cast(Any, modules[0])._tp
+    tp.later = True
+    try:
+        yield
+    finally:
+        tp.later = False
+    with torch.no_grad():
+        _sum([local_tensor(p.grad) for p in _held_whole(modules) if p.grad is not None], tp.group)
+
+
+def _sum(grads: list[Tensor], group: Any) -> None:
+    """In place. Small ones go together; experts are not copied for it."""
+    small: dict[torch.dtype, list[Tensor]] = {}
+    for g in grads:
+        if g.numel() > _TOGETHER and g.is_contiguous():
+            dist.all_reduce(g, group=group)
+        else:
+            small.setdefault(g.dtype, []).append(g)
+    for some in small.values():
+        flat = torch.cat([g.flatten() for g in some])
+        dist.all_reduce(flat, group=group)
+        pieces = flat.split([g.numel() for g in some])
+        torch._foreach_copy_(some, [piece.view_as(g) for piece, g in zip(pieces, some, strict=True)])
+
+
+def _held_whole(modules: list[nn.Module]) -> Iterator[nn.Parameter]:
+    """Parameters that pass through :meth:`TensorParallel.whole`, in an order that is the same on all ranks."""
+    for module in modules:
+        names: tuple[str, ...] = getattr(module, "_whole", ())
+        for name in names:
+            param = getattr(module, name)
+            if param is not None and param.requires_grad:
+                yield param
 
 
 def _local(weight: Tensor) -> Tensor:
@@ -151,6 +180,10 @@ class _RowLinear(nn.Linear):
 
     _tp: TensorParallel
 
+    @property
+    def _whole(self) -> tuple[str, ...]:
+        return ("bias",) if self._tp.sequence else ()
+
     def forward(self, x: Tensor) -> Tensor:
         out = self._tp.leave(nn.functional.linear(x, _local(self.weight)))
         if self.bias is None:
@@ -162,6 +195,7 @@ class _Norm(RMSNorm):
     """On this rank's tokens or heads."""
 
     _tp: TensorParallel
+    _whole: ClassVar[tuple[str, ...]] = ("weight",)
 
     def forward(self, x: Tensor) -> Tensor:
         from trainwright.models.ops import rms_norm
@@ -199,6 +233,7 @@ class _WholeLinear(nn.Linear):
     """A small layer that every rank holds whole, on this rank's tokens: the router."""
 
     _tp: TensorParallel
+    _whole: ClassVar[tuple[str, ...]] = ("weight",)
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self._tp.whole(self.weight))
@@ -208,6 +243,7 @@ class _WholeExperts(MoE):
     """Experts that every rank holds whole, on this rank's tokens."""
 
     _tp: TensorParallel
+    _whole: ClassVar[tuple[str, ...]] = ("gate", "up", "down")
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
         return self._tp.whole(self.gate), self._tp.whole(self.up), self._tp.whole(self.down)
@@ -278,20 +314,24 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, sequence_parallel:
                 _cut(getattr(attn, name), mesh, "weight", Replicate())
                 _swap(getattr(attn, name), _Norm, tp)
         for norm in (block.attn_norm, block.mlp_norm):
-            _cut(cast(nn.Module, norm), mesh, "weight", Replicate())
-            _swap(cast(nn.Module, norm), _Norm if sequence_parallel else _WholeNorm, tp)
+            _norm(norm, mesh, tp)
         _enter_before(attn, tp)
         mlp: Any = block.mlp
         if isinstance(mlp, MoE):
             _whole_experts(mlp, mesh, tp)
-            continue
-        for name in ("gate", "up"):
-            _linear(mlp, name, mesh, tp, columns=False)
-        _linear(mlp, "down", mesh, tp, columns=True)
-        _enter_before(mlp, tp)
-    _cut(model.norm, mesh, "weight", Replicate())
-    _swap(model.norm, _Norm if sequence_parallel else _WholeNorm, tp)
-    model.norm.register_forward_hook(lambda module, args, out: tp.enter(out))
+        else:
+            _feed_forward(mlp, mesh, tp)
+    _norm(model.norm, mesh, tp)
+    _enter_behind(model.norm, tp)
+    for early in () if model.exits is None else model.exits.values():
+        for norm in (early.mlp_norm, early.norm):
+            if norm is not None:
+                _norm(norm, mesh, tp)
+        if early.mlp is not None:
+            _feed_forward(early.mlp, mesh, tp)
+        if early.head is not None:
+            _cut(early.head, mesh, "weight", Shard(0))
+        _enter_behind(early, tp)
     if not tied:
         assert model.head is not None
         _cut(model.head, mesh, "weight", Shard(0))
@@ -299,6 +339,24 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, sequence_parallel:
 
 def _enter_before(module: nn.Module, tp: TensorParallel) -> None:
     module.register_forward_pre_hook(lambda m, args: (tp.enter(args[0]), *args[1:]))
+
+
+def _enter_behind(module: nn.Module, tp: TensorParallel) -> None:
+    """Of what goes to a head, which is cut."""
+    module.register_forward_hook(lambda m, args, out: tp.enter(out))
+
+
+def _norm(module: Any, mesh: DeviceMesh, tp: TensorParallel) -> None:
+    """Of the stream."""
+    _cut(module, mesh, "weight", Replicate())
+    _swap(module, _Norm if tp.sequence else _WholeNorm, tp)
+
+
+def _feed_forward(mlp: nn.Module, mesh: DeviceMesh, tp: TensorParallel) -> None:
+    for name in ("gate", "up"):
+        _linear(mlp, name, mesh, tp, columns=False)
+    _linear(mlp, "down", mesh, tp, columns=True)
+    _enter_before(mlp, tp)
 
 
 def _whole_experts(moe: MoE, mesh: DeviceMesh, tp: TensorParallel) -> None:

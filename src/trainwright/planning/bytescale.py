@@ -14,6 +14,8 @@ time that is this order.)
 PP-balance: a pipeline waits for the dearest of the micro-batches under way, so all of one have to cost alike. Sequences
 by length are cut into buckets of equal total cost, and each bucket has ranks (pipelines) of its own; of 1, 2, 4, ...
 buckets those are taken that are done first.
+One shape: where stages hand on what they compute, all micro-batches of a step are filled up to the capacity, and every
+rank does as many, some of them empty. Padding costs b a token, so what a micro-batch costs beyond another is its pairs.
 
 Every micro-batch has a ``step``: on all its ranks it is the step-th. So any two ranks that share sequences meet them in
 one order, and waiting can't go in a circle. A rank without one in some step has nothing to do there.
@@ -26,7 +28,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 
@@ -133,6 +135,20 @@ class Plan:
                 ready[r] += max(under_way) - (times[beat] if beat < len(times) else 0.0)
         return max(ready)
 
+    def at_one_shape(self, tokens: int, cost: Cost) -> Plan:
+        """The plan as it is where every rank does all steps, and every micro-batch has ``tokens`` tokens on a rank:
+        that many linear costs each, and empty micro-batches where a rank has nothing."""
+        linear = cost.b * tokens + cost.c
+        filled = [
+            replace(m, seconds=linear + sum(cost.a * self.lengths[k] ** 2 for k in m.sequences) / m.ranks)
+            for m in self.micro_batches
+        ]
+        busy = {(r, m.step) for m in self.micro_batches for r in m.span}
+        for step, rank in itertools.product(range(self.steps), range(self.ranks)):
+            if (rank, step) not in busy:
+                filled.append(MicroBatch((), rank, 1, step, linear))
+        return replace(self, micro_batches=tuple(sorted(filled, key=lambda m: (m.step, m.first))))
+
     def sent(self) -> int:
         """Tokens whose keys and values are sent, counted once per receiver, by a ring: s (D - 1) a sequence."""
         return sum(self.lengths[k] * (m.ranks - 1) for m in self.micro_batches for k in m.sequences)
@@ -167,11 +183,13 @@ def make_plan(
     ratio: Callable[[int], float] | None = None,
     balance: Literal["dp", "pp"] = "dp",
     stages: int = 1,
+    one_shape: bool = False,
 ) -> Plan:
     """The plan of a step, see the module. The same on every rank that passes the same.
 
-    ratio    offload ratio of a sequence by its length; None: nothing is offloaded
-    balance  pp where ``stages`` of a pipeline, each with all micro-batches of its rank, are more than 1
+    ratio      offload ratio of a sequence by its length; None: nothing is offloaded
+    balance    pp where ``stages`` of a pipeline, each with all micro-batches of its rank, are more than 1
+    one_shape  all micro-batches have ``capacity`` tokens, and all ranks as many of them
 
     Raises ValueError for empty sequences, one that all ranks together cannot hold, and "dp" with several stages.
     """
@@ -192,26 +210,39 @@ def make_plan(
                 f"sequence {k} of {length} tokens needs {needed[-1]} ranks of {capacity} tokens, there are {ranks}; "
                 f"raise the capacity to {-(-length // ranks)} or cut the sequence"
             )
-    order = sorted(range(len(lengths)), key=lambda k: (-lengths[k], k))
     best: Plan | None = None
     tries = [(1, True)]
     if balance == "pp":  # a small pack between dear ones makes a pipeline wait, so also without
         tries = [(2**i, fill) for i in range(ranks.bit_length()) for fill in (True, False)]
     for count, fill in tries:
-        edges = [ranks * i // count for i in range(count + 1)]
-        pools = [range(a, b) for a, b in itertools.pairwise(edges)]
-        ends = list(itertools.accumulate(buckets([lengths[k] for k in order], cost, [len(p) for p in pools])))
-        members = [order[a:b] for a, b in itertools.pairwise([0, *ends])]
-        if any(needed[k] > len(pool) for mine, pool in zip(members, pools, strict=True) for k in mine):
+        plan = in_buckets(lengths, needed, ranks, capacity, cost, count, fill)
+        if plan is None:
             continue
-        found: list[MicroBatch] = []
-        for mine, pool in zip(members, pools, strict=True):
-            found += _place(mine, lengths, needed, pool, capacity, cost, fill)
-        plan = Plan(tuple(lengths), ranks, tuple(sorted(found, key=lambda m: (m.step, m.first))))
+        if one_shape:
+            plan = plan.at_one_shape(capacity, cost)
         if best is None or plan.seconds(stages) < best.seconds(stages):
             best = plan
     assert best is not None  # one bucket with all ranks has room
     return best
+
+
+def in_buckets(
+    lengths: Sequence[int], needed: Sequence[int], ranks: int, capacity: int, cost: Cost, count: int, fill: bool = True
+) -> Plan | None:
+    """The plan of ``count`` buckets, each with as many of the ranks; None where a sequence needs more ranks than that.
+
+    A micro-batch of a bucket whose sequences have lo .. hi tokens costs at most C (a hi + b) + c, and at least
+    C / 2 (a lo + b) + c where it is shared."""
+    order = sorted(range(len(lengths)), key=lambda k: (-lengths[k], k))
+    pools = [range(ranks * i // count, ranks * (i + 1) // count) for i in range(count)]
+    ends = list(itertools.accumulate(buckets([lengths[k] for k in order], cost, [len(p) for p in pools])))
+    members = [order[a:b] for a, b in itertools.pairwise([0, *ends])]
+    if any(needed[k] > len(pool) for mine, pool in zip(members, pools, strict=True) for k in mine):
+        return None
+    found: list[MicroBatch] = []
+    for mine, pool in zip(members, pools, strict=True):
+        found += _place(mine, lengths, needed, pool, capacity, cost, fill)
+    return Plan(tuple(lengths), ranks, tuple(sorted(found, key=lambda m: (m.step, m.first))))
 
 
 def buckets(descending: Sequence[int], cost: Cost, shares: Sequence[int]) -> list[int]:

@@ -7,10 +7,11 @@ its plan to the ranks, some hundred bytes, which is left out.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +20,13 @@ from trainwright.core.batch import Batch
 from trainwright.core.errors import ConfigError
 from trainwright.parallel.comm.trace import bytes_sent
 from trainwright.parallel.config import Degrees, ParallelConfig, context_method
+from trainwright.parallel.context.base import Stages
+from trainwright.parallel.context.flexsp import FlexSPContext, Span, documents, largest_share
 from trainwright.parallel.mesh import DIMENSIONS
+from trainwright.parallel.pipeline.legal import legal_micro_batches
+from trainwright.planning import comm_stages
 from trainwright.planning.comm_plan import Transfer, Work
+from trainwright.planning.flexsp import Plan
 
 FOLLOWING = ("basp", "flashcp", "bytescale", "flexsp")
 
@@ -49,11 +55,85 @@ def rows_of(lengths: Sequence[int], seq_len: int, rows: int) -> tuple[tuple[int,
 def transfers(work: Work, degrees: Degrees, config: ParallelConfig, sizes: Sequence[int]) -> Iterator[Transfer]:
     """Of one of :data:`FOLLOWING`; ``sizes``: rows of the micro-batches of a rank."""
     method: Any = context_method(config)
-    rows = sum(sizes)
-    lengths = (work.lengths or ((work.seq_len,),) * rows)[:rows]
-    yield from {"basp": _basp, "flashcp": _pieces, "bytescale": _pieces, "flexsp": _flexsp}[method.name](
-        work, degrees, method, sizes, lengths
-    )
+    lengths = _lengths(work, degrees, method, sizes)
+    if method.name == "basp":
+        yield from comm_stages.mean(_basp(work, degrees, config, sizes, lengths), degrees.pp)
+    else:
+        yield from (_flexsp if method.name == "flexsp" else _pieces)(work, degrees, config, sizes, lengths)
+
+
+def rows_spread(work: Work, degrees: Degrees, config: ParallelConfig, sizes: Sequence[int]) -> Iterator[Transfer]:
+    """Of ring, Ulysses and both: all layers."""
+    arch, cp, layers = work.arch, degrees.cp, work.arch.n_layers
+    method: Any = context_method(config)
+    spread = getattr(method, "ulysses_of", None)
+    if spread is None:
+        raise ConfigError("what it sends is not known to the plan; use ring, ulysses or usp", key="parallel.context")
+    u = spread(cp, arch.n_heads // degrees.tp)
+    r = cp // u
+    heads, kv = arch.n_heads // degrees.tp, arch.n_kv_heads // degrees.tp
+    kv = kv if kv % u == 0 else math.lcm(kv, u)
+    tokens = sum(sizes) * work.seq_len // cp
+    per_head = tokens * arch.head_dim * work.activation_bytes
+    if u > 1:
+        sent = sum(2 * 2 * bytes_sent("all_to_all", h * per_head, u) for h in (heads, kv))
+        yield Transfer("all_to_all", ("cp",), u, 8 * layers * len(sizes), layers * sent, "heads for tokens")
+    if r > 1:
+        keys = kv // u * per_head * u  # of a group's tokens, this rank's heads
+        passes, back = 2 * (r - 1) + 2 * (r - 1), 2 * r
+        wide = max(4, work.activation_bytes) // work.activation_bytes  # gradients, which are sums on their way
+        yield Transfer(
+            "send",
+            ("cp",),
+            r,
+            (passes + back) * layers * len(sizes),
+            (passes + back * wide) * layers * keys,
+            "keys and values round the ring",
+            True,
+        )
+
+
+def _lengths(work: Work, degrees: Degrees, method: Any, sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Of the documents of a rank's rows; a pipeline fills up its last micro-batch where these are of rows."""
+    rows = math.ceil(work.rows / (degrees.dp_replicate * degrees.dp_shard))
+    found = (work.lengths or ((work.seq_len,),) * rows)[:rows]
+    return found + found[-1:] * (sum(sizes) - rows if method.name == "flashcp" else 0)
+
+
+def _rows(work: Work, degrees: Degrees, method: Any, sizes: Sequence[int]) -> int:
+    """That a strategy is asked to take into a micro-batch."""
+    return max(sizes) if method.name == "flashcp" else work.local_rows(degrees)[1]
+
+
+def passed_on(work: Work, degrees: Degrees, config: ParallelConfig, sizes: Sequence[int]) -> tuple[int, int]:
+    """Micro-batches and tokens, padding included, that go through a pipeline in a step: of a column, in the mean."""
+    method: Any = context_method(config)
+    if degrees.cp == 1 or method.name not in ("flashcp", "bytescale", "flexsp"):
+        return len(sizes), sum(sizes) * (work.seq_len // degrees.cp)
+    batch = _batch(_lengths(work, degrees, method, sizes))
+    if method.name == "flexsp":
+        plan, documents = _flexsp_plan(work, degrees, config, sizes, batch)
+        count = _legal(degrees, config)(len(plan.micro_batches))
+        return count, count * largest_share(plan, documents)
+    shapes = [
+        tuple(micro.tokens.shape)
+        for rank in range(degrees.cp)
+        for micro in _context(degrees, config, rank).micro_batches(batch, _rows(work, degrees, method, sizes))
+    ]
+    return len(shapes) // degrees.cp, sum(map(math.prod, shapes)) // degrees.cp
+
+
+def _legal(degrees: Degrees, config: ParallelConfig) -> Callable[[int], int]:
+    return functools.partial(legal_micro_batches, config.pipeline, degrees.pp)
+
+
+def _context(degrees: Degrees, config: ParallelConfig, rank: int) -> Any:
+    """That of a rank, without its group."""
+    method: Any = context_method(config)
+    found = method.over(None).as_rank(rank, degrees.cp)
+    if degrees.pp > 1:
+        found.stages = Stages(None, degrees.pp, _legal(degrees, config))
+    return found
 
 
 def _windows(work: Work) -> list[int]:
@@ -65,12 +145,13 @@ def _heads(work: Work, degrees: Degrees) -> tuple[int, int]:
 
 
 def _basp(
-    work: Work, degrees: Degrees, method: Any, sizes: Sequence[int], lengths: Sequence[Sequence[int]]
+    work: Work, degrees: Degrees, config: ParallelConfig, sizes: Sequence[int], lengths: Sequence[Sequence[int]]
 ) -> Iterator[Transfer]:
     from trainwright.parallel.context import basp
 
+    method: Any = context_method(config)
     (heads, kv), arch, cp = _heads(work, degrees), work.arch, degrees.cp
-    windows = len(set(_windows(work)))
+    windows = comm_stages.windows(work, degrees, config)
     padded = Counter(basp.padded_rows(rows, cp, method.padding) for rows in sizes)
     for rows, times in sorted(padded.items()):
         size = basp.group_size(rows, cp)
@@ -88,13 +169,14 @@ def _batch(lengths: Sequence[Sequence[int]]) -> Batch:
 
 
 def _pieces(
-    work: Work, degrees: Degrees, method: Any, sizes: Sequence[int], lengths: Sequence[Sequence[int]]
+    work: Work, degrees: Degrees, config: ParallelConfig, sizes: Sequence[int], lengths: Sequence[Sequence[int]]
 ) -> Iterator[Transfer]:
-    cp, batch, windows = degrees.cp, _batch(lengths), _windows(work)
+    method: Any = context_method(config)
+    cp, pp, batch, windows = degrees.cp, degrees.pp, _batch(lengths), _windows(work)
     messages = tokens = 0
     for rank in range(cp):
-        context = method.over(None).as_rank(rank, cp)
-        for micro in context.micro_batches(batch, max(sizes)):
+        context = _context(degrees, config, rank)
+        for micro in context.micro_batches(batch, _rows(work, degrees, method, sizes)):
             for window in set(windows):
                 plan = context.plan(micro.doc_ids, *micro.tokens.shape, window, torch.device("cpu"))
                 layers = windows.count(window)
@@ -102,9 +184,11 @@ def _pieces(
                 tokens += layers * sum(index.numel() for _, index in plan.send)
     ways = 2 if method.keep_keys else 3  # keys forward, perhaps again, and their gradients back
     sent = 2 * _heads(work, degrees)[1] * work.arch.head_dim * work.activation_bytes * tokens
-    yield Transfer("send", ("cp",), cp, ways * messages // cp, ways * sent // cp, "keys and values", True)
-    checks = len(sizes) if method.name == "flashcp" else 1
-    yield Transfer("all_gather", ("cp",), cp, checks, checks * bytes_sent("all_gather", 8, cp), "that plans are equal")
+    each = cp * pp
+    yield Transfer("send", ("cp",), cp, ways * messages // each, ways * sent // each, "keys and values", True)
+    for dim, ranks in (("cp", cp), ("pp", pp)):
+        told = bytes_sent("all_gather", 8, ranks)
+        yield Transfer("all_gather", (dim,), ranks, 1, told, "that plans are equal")
     if method.name == "bytescale":
         yield _agreed(degrees)
 
@@ -115,30 +199,39 @@ def _agreed(degrees: Degrees) -> Transfer:
 
 
 def _flexsp(
-    work: Work, degrees: Degrees, method: Any, sizes: Sequence[int], lengths: Sequence[Sequence[int]]
+    work: Work, degrees: Degrees, config: ParallelConfig, sizes: Sequence[int], lengths: Sequence[Sequence[int]]
 ) -> Iterator[Transfer]:
-    from trainwright.parallel.context.flexsp import FlexSPContext, documents
-
     (heads, kv), arch, cp = _heads(work, degrees), work.arch, degrees.cp
-    windows = len(set(_windows(work)))
+    windows, layers = comm_stages.windows(work, degrees, config) / degrees.pp, arch.n_layers / degrees.pp
     found: dict[int, list[int]] = {}  # by group size: tokens of a micro-batch on a rank, of all ranks
-    batch = _batch(lengths)
-    of_documents = [s.stop - s.start for s in documents(batch)]
-    plan = FlexSPContext({}, 0, cp, method, heads).planner_of(batch, max(sizes)).plan(of_documents)
+    plan, spans = _flexsp_plan(work, degrees, config, sizes, _batch(lengths))
+    least = largest_share(plan, spans) if degrees.pp > 1 else 1
     for micro in plan.micro_batches:
         for group in micro.groups:
-            tokens = sum(of_documents[i] for i in group.sequences)
-            found.setdefault(group.degree, []).extend([max(1, math.ceil(tokens / group.degree))] * group.degree)
+            tokens = sum(spans[i].stop - spans[i].start for i in group.sequences)
+            share = max(least, math.ceil(tokens / group.degree))
+            found.setdefault(group.degree, []).extend([share] * group.degree)
     for size, shares in sorted(found.items()):
         per_head = arch.head_dim * work.activation_bytes
         more = kv if kv % size == 0 else math.lcm(kv, size)  # repeated first
         moved = sum(4 * bytes_sent("all_to_all", h * n * per_head, size) for h in (heads, more) for n in shares)
         calls = len(shares)
         yield Transfer(
-            "all_to_all", ("cp",), size, 8 * arch.n_layers * calls // cp, arch.n_layers * moved // cp,
+            "all_to_all", ("cp",), size, int(8 * layers * calls / cp), int(layers * moved / cp),
             f"heads for tokens in groups of {size}",
         )  # fmt: skip
         sent = windows * sum(bytes_sent("all_gather", 4 * n, size) for n in shares)
-        yield Transfer("all_gather", ("cp",), size, -(-windows * calls // cp), sent // cp, "document ids")
+        yield Transfer("all_gather", ("cp",), size, math.ceil(windows * calls / cp), int(sent / cp), "document ids")
     if degrees.world_size > cp:
         yield _agreed(degrees)
+
+
+def _flexsp_plan(
+    work: Work, degrees: Degrees, config: ParallelConfig, sizes: Sequence[int], batch: Batch
+) -> tuple[Plan, list[Span]]:
+    method: Any = context_method(config)
+    spans = documents(batch)
+    planner = FlexSPContext({}, 0, degrees.cp, method, _heads(work, degrees)[0]).planner_of(
+        batch, _rows(work, degrees, method, sizes)
+    )
+    return planner.plan([s.stop - s.start for s in spans]), spans

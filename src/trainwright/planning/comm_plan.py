@@ -7,10 +7,12 @@ S = b T D bytes of residual stream and K the bytes of a rank's keys:
     DDP     all_reduce 2 (n-1)/n P of gradients, once
     FSDP2   all_gather of each block, forward and again backward, (n-1)/n P each, and reduce_scatter (n-1)/n P, m times
     HSDP    besides, all_reduce of the shards of the gradient over the replicas, once
-    TP      2 (2 L + 1) all_gathers and as many reduce_scatters of (n-1)/n S, m times; the loss a few numbers a token
+    TP      2 (2 L + 1) all_gathers and as many reduce_scatters of (n-1)/n S, m times; the loss a few numbers a token;
+            gradients of norms, and of whatever else is held whole, once
     ring    per layer 2 (r-1) K forward, 2 (r-1) K + 2 r K backward, m times
     Ulysses per layer 4 (u-1)/u (Q + K) in all, m times
-    PP      S to the next stage and S back, m times
+    PP      S to the next stage and S back, m times; a tied head's gradient between first and last stage, once. FSDP2
+            gathers and reduces once
     EP      per layer 4 (e-1)/e of the rows of k experts a token, m times, if experts are chosen alike
 
 The time of a step is a simple one: what overlaps with computing (gradients, parameters, the ring) hides behind it, the
@@ -32,9 +34,12 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, V
 from trainwright.core.errors import ConfigError
 from trainwright.models.architecture import Architecture
 from trainwright.parallel.comm.trace import bytes_sent
-from trainwright.parallel.config import Degrees, ParallelConfig, context_method
+from trainwright.parallel.config import Degrees, ParallelConfig, context_method, micro_batch_rows
 from trainwright.parallel.legal import check_cut
 from trainwright.parallel.mesh import DIMENSIONS
+from trainwright.parallel.pipeline.legal import check_pipeline
+from trainwright.parallel.sppo.sppo import sppo_of
+from trainwright.planning import comm_stages
 from trainwright.planning.amsp_comm import chain_of, reduced_bytes_of
 from trainwright.planning.amsp_comm import state_bytes as sharded_state_bytes
 from trainwright.planning.amsp_comm import transfers as amsp_transfers
@@ -100,18 +105,35 @@ class Work:
     shapes: dict[str, tuple[int, ...]]
     seq_len: int
     rows: int  # of the global batch
-    micro_rows: int  # of a micro-batch on a rank
+    micro_rows: int | None  # of a micro-batch on a rank; None: as many as a trainer takes
     flops_per_token: float
-    activation_bytes: int = 2  # of a number in the stream
+    activation_bytes: int = 2  # of a number that products are made of
     gathered_bytes: int = 2  # of a parameter as FSDP2 gathers it
     parameter_bytes: int = 4
     reduced_bytes: int = 4  # of a gradient as it is added up
     documents: bool = True  # rows say which document a token is of
     lengths: tuple[tuple[int, ...], ...] | None = None  # of the documents of each row; None: a row is one
+    exits: int = 0  # early ones; their parameters are among the shapes
+    exit_settings: Any = None  # of these (models/early_exit.py); stages of a pipeline go by them
 
     @property
     def tied(self) -> bool:
         return self.arch.tie_embeddings
+
+    def local_rows(self, degrees: Degrees) -> tuple[int, int]:
+        """Rows of a step, and of a micro-batch, on each of the ranks that see different rows."""
+        rows = math.ceil(self.rows / (degrees.dp_replicate * degrees.dp_shard))
+        return rows, micro_batch_rows(rows, self.seq_len, degrees.pp, self.micro_rows)
+
+    def stream_bytes(self, degrees: Degrees, config: ParallelConfig) -> int:
+        """Of a number in the residual stream: what FSDP2 casts embeddings to, else these as they are held."""
+        data = degrees.dp_replicate * degrees.dp_shard * degrees.cp > 1
+        cast = _sharded(degrees) or (data and (degrees.tp > 1 or degrees.pp > 1 or sppo_of(config) is not None))
+        return self.activation_bytes if cast else self.parameter_bytes
+
+
+def _sharded(degrees: Degrees) -> bool:
+    return degrees.dp_shard > 1 or degrees.ep > 1
 
 
 @dataclass
@@ -145,38 +167,42 @@ def planned_transfers(work: Work, degrees: Degrees, config: ParallelConfig) -> l
 def _transfers(work: Work, degrees: Degrees, config: ParallelConfig) -> Iterator[Transfer]:
     world = degrees.world_size
     yield Transfer("all_reduce", DIMENSIONS, world, 1, bytes_sent("all_reduce", 8, world), "weight of the batch")
-    rows = math.ceil(work.rows / (degrees.dp_replicate * degrees.dp_shard))
-    sizes = [min(work.micro_rows, rows - i) for i in range(0, rows, work.micro_rows)]
-    layers = math.ceil(work.arch.n_layers / degrees.pp)
-    yield from _data_parallel(work, degrees, config, len(sizes))
+    rows, micro_rows = work.local_rows(degrees)
+    sizes = [min(micro_rows, rows - i) for i in range(0, rows, micro_rows)]
+    if degrees.pp > 1:  # all have one shape
+        sizes = [math.ceil(rows / len(sizes))] * len(sizes)
+    yield from comm_stages.mean(_data_parallel(work, degrees, config, len(sizes)), degrees.pp)
     if degrees.tp > 1:
-        yield from _tensor_parallel(work, degrees, config, sizes, layers)
+        yield from comm_stages.mean(_tensor_parallel(work, degrees, config, sizes), degrees.pp)
     if degrees.ep > 1:
-        yield from _expert_parallel(work, degrees, sizes, layers)
+        yield from comm_stages.mean(_expert_parallel(work, degrees, sizes), degrees.pp)
     if degrees.cp > 1:
-        yield from _context_parallel(work, degrees, config, sizes, layers)
+        yield from _context_parallel(work, degrees, config, sizes)
     if degrees.pp > 1:
-        sent = sum(sizes) * (work.seq_len // degrees.cp) * work.arch.dim * work.activation_bytes
-        if degrees.tp > 1 and config.sequence_parallel:
-            sent = sent // degrees.tp
-        stages = degrees.pp * config.pipeline.stages_per_rank
-        calls = 2 * len(sizes) * (stages - 1) // degrees.pp
-        yield Transfer(
-            "send", ("pp",), degrees.pp, calls, 2 * sent * (stages - 1) // degrees.pp, "activations and their gradients"
-        )
+        embed = _tensor_shard("embed.weight", work.shapes["embed.weight"], degrees.tp)
+        head = _shard_numbers(embed, _shards(degrees)) * work.parameter_bytes
+        stream = work.stream_bytes(degrees, config)
+        yield from comm_stages.passed_on(work, degrees, config, sizes, stream, head)
 
 
-def _groups(work: Work, degrees: Degrees) -> list[list[tuple[str, tuple[int, ...]]]]:
+def _shards(degrees: Degrees) -> int:
+    """Ranks that FSDP2 divides a gradient over."""
+    return degrees.dp_shard * degrees.cp if _sharded(degrees) else 1
+
+
+def _groups(work: Work, degrees: Degrees, config: ParallelConfig) -> list[comm_stages.Group]:
     """Parameters as FSDP2 takes them together, as this rank's tensor-parallel shards: the root, then block by block.
 
-    Where experts are spread they are left out, and routers are with the root, which is kept as they are."""
+    Where experts are spread they are left out, and routers are with the root, which is kept as they are. In a pipeline
+    those of all stages: in place of the root what each has besides blocks."""
     blocks: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
     for name, shape in work.shapes.items():
         if degrees.ep > 1 and len(shape) == 3:
             continue
         block = name.split(".")[1] if name.startswith("blocks.") and (degrees.ep == 1 or "router" not in name) else ""
         blocks.setdefault(block, []).append((name, _tensor_shard(name, shape, degrees.tp)))
-    return [blocks[key] for key in sorted(blocks, key=lambda k: int(k or -1))]
+    root, *rest = (blocks[key] for key in sorted(blocks, key=lambda k: int(k or -1)))
+    return [*([root] if degrees.pp == 1 else comm_stages.groups(work, degrees, config, root)), *rest]
 
 
 def _tensor_shard(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
@@ -195,8 +221,9 @@ def _shard_numbers(shape: Sequence[int], n: int) -> int:
 
 
 def _data_parallel(work: Work, degrees: Degrees, config: ParallelConfig, micro: int) -> Iterator[Transfer]:
-    groups = _groups(work, degrees)
-    numbers = sum(math.prod(shape) for group in groups for _, shape in group) // degrees.pp
+    """Of all stages of a pipeline, which gather and reduce once a step."""
+    groups = _groups(work, degrees, config)
+    numbers = sum(math.prod(shape) for group in groups for _, shape in group)
     if (chain := chain_of(config, degrees.world_size)) is not None:
         shapes = [[shape for _, shape in group] for group in groups]
         reduced = reduced_bytes_of(config, work.gathered_bytes, work.reduced_bytes)
@@ -211,12 +238,14 @@ def _data_parallel(work: Work, degrees: Degrees, config: ParallelConfig, micro: 
         return
     n, over = degrees.dp_shard * degrees.cp, ("dp_shard", "cp")
     shards = [sum(_shard_numbers(shape, n) for _, shape in group) for group in groups]
-    again = sum(shards[1:]) if config.reshard_after_forward else 0
-    gathered = (sum(shards) + again) * work.gathered_bytes // degrees.pp
-    calls = micro * (len(shards) + (len(shards) - 1 if config.reshard_after_forward else 0))
-    yield Transfer("all_gather", over, n, calls, micro * bytes_sent("all_gather", gathered, n), "parameters", True)
     times = micro if config.accumulate == "sharded" else 1
-    whole = sum(shards) * n * work.reduced_bytes // degrees.pp
+    reshard = config.reshard_after_forward
+    if degrees.pp > 1:
+        micro, times, reshard = 1, 1, False
+    gathered = (sum(shards) + (sum(shards[1:]) if reshard else 0)) * work.gathered_bytes
+    calls = micro * (len(shards) + (len(shards) - 1 if reshard else 0))
+    yield Transfer("all_gather", over, n, calls, micro * bytes_sent("all_gather", gathered, n), "parameters", True)
+    whole = sum(shards) * n * work.reduced_bytes
     yield Transfer(
         "reduce_scatter",
         over,
@@ -227,22 +256,20 @@ def _data_parallel(work: Work, degrees: Degrees, config: ParallelConfig, micro: 
         True,
     )
     r = degrees.dp_replicate
-    size = sum(shards) * work.reduced_bytes // degrees.pp
+    size = sum(shards) * work.reduced_bytes
     yield Transfer(
         "all_reduce", ("dp_replicate",), r, len(shards), bytes_sent("all_reduce", size, r), "shards of gradients", True
     )
     if degrees.ep > 1:
-        yield from _expert_shards(work, degrees, config, micro, times)
+        yield from _expert_shards(work, degrees, micro * (1 + reshard), times)
 
 
-def _expert_shards(work: Work, degrees: Degrees, config: ParallelConfig, micro: int, times: int) -> Iterator[Transfer]:
+def _expert_shards(work: Work, degrees: Degrees, gathers: int, times: int) -> Iterator[Transfer]:
     """What FSDP2 does with a rank's experts, over the ranks that hold the same ones."""
     n, over = degrees.dp_shard * degrees.cp // degrees.ep, ("dp_shard", "cp")
     shapes = [shape for shape in work.shapes.values() if len(shape) == 3]
     layers = len(shapes) // 3
-    numbers = sum(math.prod(shape) for shape in shapes) // degrees.ep // degrees.pp
-    # A pipeline keeps what it has gathered for the whole step.
-    gathers = 1 if degrees.pp > 1 else micro * (1 + config.reshard_after_forward)
+    numbers = sum(math.prod(shape) for shape in shapes) // degrees.ep
     sent = bytes_sent("all_gather", numbers // n * work.gathered_bytes, n)
     yield Transfer("all_gather", over, n, gathers * layers, gathers * sent, "experts", True)
     sent = bytes_sent("reduce_scatter", numbers * work.reduced_bytes, n)
@@ -252,10 +279,10 @@ def _expert_shards(work: Work, degrees: Degrees, config: ParallelConfig, micro: 
     yield Transfer("all_reduce", ("dp_replicate",), r, layers, sent, "shards of gradients of experts", True)
 
 
-def _expert_parallel(work: Work, degrees: Degrees, sizes: Sequence[int], layers: int) -> Iterator[Transfer]:
+def _expert_parallel(work: Work, degrees: Degrees, sizes: Sequence[int]) -> Iterator[Transfer]:
     """Tokens to their experts and back, forward and backward, if experts are chosen alike; and how many go where."""
     arch, n, over = work.arch, degrees.ep, ("dp_shard", "cp")
-    layers = sum(arch.is_moe(i) for i in range(layers))
+    layers = sum(arch.is_moe(i) for i in range(arch.n_layers))
     tokens = sum(sizes) * math.ceil(work.seq_len / degrees.cp / degrees.tp)
     rows = 4 * bytes_sent("all_to_all", tokens * arch.n_experts_per_token * arch.dim * work.activation_bytes, n)
     counts = len(sizes) * bytes_sent("all_to_all", 8 * arch.n_experts, n)
@@ -264,98 +291,71 @@ def _expert_parallel(work: Work, degrees: Degrees, sizes: Sequence[int], layers:
     )
 
 
-def _tensor_parallel(
-    work: Work, degrees: Degrees, config: ParallelConfig, sizes: Sequence[int], layers: int
-) -> Iterator[Transfer]:
+def _tensor_parallel(work: Work, degrees: Degrees, config: ParallelConfig, sizes: Sequence[int]) -> Iterator[Transfer]:
     arch, n, over = work.arch, degrees.tp, ("tp",)
-    length = work.seq_len // degrees.cp
+    length, layers = work.seq_len // degrees.cp, arch.n_layers
     halves = layers + sum(not arch.is_moe(i) for i in range(layers))  # attention, and the dense feed-forward
-    ways = halves + 1
+    # Of early exits: the way to the head, and the feed-forwards of their own.
+    own = [name for name in work.shapes if name.startswith("exits.")]
+    exits = work.exits + 2 * sum(name.endswith(".mlp.down.weight") for name in own)
+    # What embeddings are added up in is the stream's type; all else is cast to that of products.
+    width = (2 * halves + 1 + exits) * work.activation_bytes + work.stream_bytes(degrees, config)
     kinds = ("all_gather", "reduce_scatter") if config.sequence_parallel else ("all_reduce",)
     padded = math.ceil(length / n) * n if config.sequence_parallel else length
     for kind in kinds:
         total = 0
         for b in sizes:
-            size = b * padded * arch.dim * work.activation_bytes
-            total += 2 * ways * bytes_sent(kind, size // n if kind == "all_gather" else size, n)
+            size = b * padded * arch.dim * width
+            total += bytes_sent(kind, size // n if kind == "all_gather" else size, n)
         # Domino adds slices up one by one, while others are computed.
         row, column = getattr(config.tensor, "row", 1), getattr(config.tensor, "column", 1)
-        calls = len(sizes) * (halves * row * (column + 1) + 2 * row)
+        calls = len(sizes) * (halves * row * (column + 1) + 2 * row + exits)
         sliced = row * column > 1
         yield Transfer(kind, over, n, calls, total, "the residual stream", overlaps=sliced)
-    wide = max(4, work.activation_bytes)
-    norms = [arch.dim] * (2 * layers + 1 if config.sequence_parallel else 0)
-    norms += [arch.head_dim] * (2 * layers if arch.qk_norm else 0)
-    held = sum(norms) + sum(
-        math.prod(s) // (degrees.ep if len(s) == 3 else 1)
-        for name, s in work.shapes.items()
-        if (len(s) == 3 or "router" in name) and name.startswith("blocks.") and int(name.split(".")[1]) < layers
-    )
-    yield Transfer(
-        "all_reduce", over, n, len(norms) * len(sizes),
-        len(sizes) * bytes_sent("all_reduce", held * work.parameter_bytes, n), "gradients of what is held whole",
-    )  # fmt: skip
-    yield from _balance(arch, over, n, len(sizes), layers, ways=1)
-    tokens = sum(sizes) * length
-    yield Transfer(
-        "all_reduce", over, n, 3 * len(sizes), bytes_sent("all_reduce", tokens * (3 * wide + 8), n), "the loss"
-    )
+    held = sum(_held_shard(name, shape, degrees) for name, shape in work.shapes.items() if _whole(name, shape, config))
+    size = bytes_sent("all_reduce", held * work.parameter_bytes, n)
+    yield Transfer("all_reduce", over, n, degrees.pp, size, "gradients of what is held whole")  # once a step
+    yield from _balance(arch, over, n, len(sizes), ways=1)
+    tokens, losses, wide = sum(sizes) * length, 1 + work.exits, max(4, work.activation_bytes)
+    sent = losses * bytes_sent("all_reduce", tokens * (3 * wide + 8), n)
+    yield Transfer("all_reduce", over, n, 3 * losses * len(sizes), sent, "the loss")
 
 
-def _balance(
-    arch: Architecture, over: tuple[str, ...], n: int, micro: int, layers: int, ways: int
-) -> Iterator[Transfer]:
+def _whole(name: str, shape: tuple[int, ...], config: ParallelConfig) -> bool:
+    """Whether tensor-parallel ranks hold it whole and each use it on other tokens or heads."""
+    if "norm" in name:
+        return config.sequence_parallel or ".attn.q_norm" in name or ".attn.k_norm" in name
+    return len(shape) == 3 or "router" in name or (name.endswith(".o.bias") and config.sequence_parallel)
+
+
+def _held_shard(name: str, shape: tuple[int, ...], degrees: Degrees) -> int:
+    """Numbers of its gradient on a rank."""
+    n = _shards(degrees)
+    if len(shape) == 3 and degrees.ep > 1:
+        return math.prod(shape) // n
+    return _shard_numbers(shape, n)
+
+
+def _balance(arch: Architecture, over: tuple[str, ...], n: int, micro: int, ways: int) -> Iterator[Transfer]:
     """Shares and counts of the experts, and the number of tokens: float32, once forward and perhaps once back."""
     if arch.balance == "bias":
         return
-    calls = ways * micro * sum(arch.is_moe(i) for i in range(layers))
+    calls = ways * micro * sum(arch.is_moe(i) for i in range(arch.n_layers))
     sent = bytes_sent("all_reduce", 4 * (2 * arch.n_experts + 1), n)
     yield Transfer("all_reduce", over, n, calls, calls * sent, "balance of the experts")
 
 
-def _context_parallel(
-    work: Work, degrees: Degrees, config: ParallelConfig, sizes: Sequence[int], layers: int
-) -> Iterator[Transfer]:
-    arch, cp = work.arch, degrees.cp
+def _context_parallel(work: Work, degrees: Degrees, config: ParallelConfig, sizes: Sequence[int]) -> Iterator[Transfer]:
     from trainwright.planning import comm_context
 
     method: Any = context_method(config)
-    if method.name in comm_context.FOLLOWING:
-        if method.name in ("basp", "flashcp"):
-            yield from _balance(arch, ("cp",), cp, len(sizes), layers, ways=2 if arch.balance == "aux_loss" else 1)
-        yield from comm_context.transfers(work, degrees, config, sizes)
+    balance = _balance(work.arch, ("cp",), degrees.cp, len(sizes), ways=2 if work.arch.balance == "aux_loss" else 1)
+    if method.name not in comm_context.FOLLOWING:
+        yield from comm_stages.mean([*comm_context.rows_spread(work, degrees, config, sizes), *balance], degrees.pp)
         return
-    spread = getattr(method, "ulysses_of", None)
-    if spread is None:
-        raise ConfigError("what it sends is not known to the plan; use ring, ulysses or usp", key="parallel.context")
-    u = spread(cp, arch.n_heads // degrees.tp)
-    r = cp // u
-    heads, kv = arch.n_heads // degrees.tp, arch.n_kv_heads // degrees.tp
-    kv = kv if kv % u == 0 else math.lcm(kv, u)
-    windows = len(set(arch.windows) or {0})
-    tokens = sum(sizes) * work.seq_len // cp
-    if work.documents:
-        yield Transfer(
-            "all_gather", ("cp",), cp, windows * len(sizes), windows * bytes_sent("all_gather", tokens * 4, cp),
-            "document ids",
-        )  # fmt: skip
-    yield from _balance(arch, ("cp",), cp, len(sizes), layers, ways=2 if arch.balance == "aux_loss" else 1)
-    per_head = tokens * arch.head_dim * work.activation_bytes
-    if u > 1:
-        sent = sum(2 * 2 * bytes_sent("all_to_all", h * per_head, u) for h in (heads, kv))
-        yield Transfer("all_to_all", ("cp",), u, 8 * layers * len(sizes), layers * sent, "heads for tokens")
-    if r > 1:
-        keys = kv // u * per_head * u  # of a group's tokens, this rank's heads
-        calls = 2 * (r - 1) + 2 * (r - 1) + 2 * r
-        yield Transfer(
-            "send",
-            ("cp",),
-            r,
-            calls * layers * len(sizes),
-            calls * layers * keys,
-            "keys and values round the ring",
-            True,
-        )
+    if method.name in ("basp", "flashcp"):
+        yield from comm_stages.mean(balance, degrees.pp)
+    yield from comm_context.transfers(work, degrees, config, sizes)
 
 
 def predict(work: Work, degrees: Degrees, config: ParallelConfig, cluster: Cluster) -> Prediction:
@@ -372,7 +372,8 @@ def predict(work: Work, degrees: Degrees, config: ParallelConfig, cluster: Clust
         exposed, hidden = (exposed, hidden + seconds) if t.overlaps else (exposed + seconds, hidden)
     tokens = work.rows * work.seq_len
     compute = work.flops_per_token * tokens / degrees.world_size / (cluster.tflops * 1e12 * cluster.efficiency)
-    micro = math.ceil(work.rows / (degrees.dp_replicate * degrees.dp_shard) / work.micro_rows)
+    rows, micro_rows = work.local_rows(degrees)
+    micro = math.ceil(rows / micro_rows)
     chunks = getattr(context_method(config), "chunks", 1) if degrees.pp > 1 else 1  # SPPO's pass one behind the other
     micro *= chunks if isinstance(chunks, int) else 1
     waiting = (degrees.pp - 1) / config.pipeline.stages_per_rank
@@ -409,6 +410,9 @@ def layouts(work: Work, config: ParallelConfig, world: int, cluster: Cluster, mo
         degrees = Degrees(world // inner, shard, cp, tp, pp)
         try:
             check_cut(degrees, config, work.arch, work.seq_len)
+            if pp > 1:
+                rows, micro_rows = work.local_rows(degrees)
+                check_pipeline(degrees, config, math.ceil(rows / micro_rows))
         except ConfigError:
             continue
         prediction = predict(work, degrees, replace_degrees(config, degrees), cluster)

@@ -28,9 +28,7 @@ import functools
 import heapq
 import itertools
 import math
-import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -394,33 +392,3 @@ def _solve(planner: FlexSPPlanner, lengths: list[int], names: Sequence[int], bou
 def static_plan(planner: FlexSPPlanner, lengths: Sequence[int], degree: int) -> Plan:
     """What groups of one size for all steps take: the mesh that a run without FlexSP has. ValueError as ``plan``."""
     return replace(planner, degrees=(degree,), method="layouts").plan(lengths)
-
-
-class PlanAhead:
-    """Plans on another process while the current step trains: ``submit`` the next lengths, then take ``result``.
-
-    executor  where to plan; None: one process of its own, started by the first ``submit``
-    """
-
-    def __init__(self, planner: FlexSPPlanner, executor: Executor | None = None):
-        self.planner = planner
-        self._executor = executor
-        self._pending: dict[tuple[int, ...], Future[Plan]] = {}
-
-    def submit(self, lengths: Sequence[int]) -> None:
-        if self._executor is None:
-            # Not forked: the training process has threads and perhaps a CUDA context.
-            self._executor = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
-        key = tuple(lengths)
-        if key not in self._pending:
-            self._pending[key] = self._executor.submit(self.planner.plan, key)
-
-    def result(self, lengths: Sequence[int]) -> Plan:
-        """The plan of ``lengths``: the one under way, or made now. Raises what the planner raised."""
-        waiting = self._pending.pop(tuple(lengths), None)
-        return self.planner.plan(lengths) if waiting is None else waiting.result()
-
-    def close(self) -> None:
-        if self._executor is not None:
-            self._executor.shutdown(wait=False, cancel_futures=True)
-            self._executor = None

@@ -13,6 +13,7 @@ from trainwright.core.distributed import all_reduce_sum
 from trainwright.core.seeds import rng_state, set_rng_state
 from trainwright.objectives.base import Objective
 from trainwright.parallel.apply import Parallelized
+from trainwright.parallel.context.host import sent
 from trainwright.train.executor import forward_only
 
 
@@ -38,9 +39,10 @@ def evaluate(
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # nats, weight, bytes
     try:
         for batch in batches:
-            batch = batch.to(device)
-            if spread is not None:
-                batch = spread.shard(batch)
+            if spread is not None and spread.context is not None:
+                batch = sent(spread.shard(batch), device)  # planned on the host
+            else:
+                batch = batch.to(device)
             loss = forward_only(module, objective, batch, precision)
             nats = loss.metrics.get("nll", loss.sum)
             size = (

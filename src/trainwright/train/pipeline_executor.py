@@ -12,6 +12,7 @@ from trainwright.core.errors import ConfigError
 from trainwright.objectives.base import Objective
 from trainwright.parallel.apply import Parallelized
 from trainwright.parallel.context.base import ContextParallel
+from trainwright.parallel.context.host import sent
 from trainwright.train.executor import AutogradExecutor, StepResult
 
 
@@ -22,6 +23,8 @@ class PipelineExecutor(AutogradExecutor):
     """
 
     def micro_batches(self, batch: Batch, context: ContextParallel | None = None) -> list[Batch]:
+        if context is not None and not context.together:  # of documents, not of rows
+            return context.micro_batches(batch, self.micro_batch_size)
         rows = batch.tokens.shape[0]
         count = -(-rows // self.micro_batch_size)
         size = -(-rows // count)
@@ -37,15 +40,20 @@ class PipelineExecutor(AutogradExecutor):
         return found
 
     def run(self, parallel: Parallelized, objective: Objective, batch: Batch) -> StepResult:
-        if self.device is not None:
+        context = parallel.context
+        if self.device is not None and context is None:
             batch = batch.to(self.device)
         copies = parallel.weight_copies * parallel.context_size
-        weight = all_reduce_sum(batch.weight()) / copies
+        weight = batch.weight()
+        weight = all_reduce_sum(weight if self.device is None else weight.to(self.device)) / copies
         inverse = torch.where(weight > 0, parallel.loss_scale / weight, torch.zeros_like(weight)).float()
-        micro_batches = self.micro_batches(batch, parallel.context)
-        loss_sum, metrics = parallel.pipeline.step(
-            objective, micro_batches, inverse, self.precision, parallel.weight_copies
-        )
+        micro_batches = self.micro_batches(batch, context)
+        if self.device is not None and context is not None:  # planned on the host
+            micro_batches = [sent(micro, self.device) for micro in micro_batches]
+        with parallel.one_gradient():
+            loss_sum, metrics = parallel.pipeline.step(
+                objective, micro_batches, inverse, self.precision, parallel.weight_copies
+            )
         has_loss = parallel.pipeline.rank == parallel.pipeline.last
         positions = sum(micro.tokens.numel() for micro in micro_batches) if has_loss else 0
         return StepResult(loss_sum, weight, metrics, positions)

@@ -26,12 +26,13 @@ class SppoExecutor(AutogradExecutor):
         micro_batches = batch.split(self.micro_batch_size)
         loss_sum = torch.zeros_like(weight)
         metrics: dict[str, Tensor] = {}
-        for i, micro in enumerate(micro_batches):
-            for loss in self._micro_batch(parallel, objective, micro, inverse, last=i == len(micro_batches) - 1):
-                loss_sum += loss.sum.detach()
-                for name, value in loss.metrics.items():
-                    value = value.detach().double()
-                    metrics[name] = metrics[name] + value if name in metrics else value
+        with parallel.one_gradient():
+            for i, micro in enumerate(micro_batches):
+                for loss in self._micro_batch(parallel, objective, micro, inverse, last=i == len(micro_batches) - 1):
+                    loss_sum += loss.sum.detach()
+                    for name, value in loss.metrics.items():
+                        value = value.detach().double()
+                        metrics[name] = metrics[name] + value if name in metrics else value
         return StepResult(loss_sum, weight, metrics, batch.tokens.numel())
 
     def _micro_batch(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -26,6 +27,8 @@ from trainwright.core.seeds import derive, rng_state, seed_everything, set_rng_s
 from trainwright.memory.fused_backward import FusedBackward, FusedBackwardConfig, fused_backward
 from trainwright.models.early_exit import check_objective
 from trainwright.objectives.base import RunContext
+from trainwright.optim.averaging._ring import RingAverage
+from trainwright.optim.averaging._weights import require_same
 from trainwright.optim.base import reported, swapped_for_evaluation
 from trainwright.optim.state import (
     allocate_named_state,
@@ -35,6 +38,7 @@ from trainwright.optim.state import (
     optimizer_state_bytes,
     scalars_of,
 )
+from trainwright.parallel.launch import lost_another
 from trainwright.resilience.base import StepInfo
 from trainwright.resilience.policy import Decision, Policy
 from trainwright.train import run_dir as run_folder
@@ -42,6 +46,7 @@ from trainwright.train.degrees import check, check_agreed, local_rows, settled
 from trainwright.train.evaluate import evaluate
 from trainwright.train.interaction import build_interaction
 from trainwright.train.pipeline_executor import executor_kind
+from trainwright.train.plan_ahead import looking_ahead
 
 if TYPE_CHECKING:
     from trainwright.parallel.comm.trace import CommTrace
@@ -111,7 +116,8 @@ class Trainer:
         check_objective(model, self.objective)
         fused = fused_backward(config.memory)
         with _naming("optimizer"):
-            self.optimizer = (config.optimizer.build_rule if fused else config.optimizer.build)(self.params)
+            chosen = config.optimizer.for_run(None if self._by_clock else self._total_steps())
+            self.optimizer = (chosen.build_rule if fused else chosen.build)(self.params)
         for group in self.optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
         self.total_steps = self._total_steps()
@@ -120,10 +126,11 @@ class Trainer:
         self.average = config.average.build(self.params) if config.average else None
         micro = self._micro_batch_size()
         budget = micro * config.train.seq_len if config.data.batcher.regroups else None
-        self.fused_backward = self._fused_backward(fused, micro, budget) if fused else None
+        self.fused_backward = self._fused_backward(fused) if fused else None
         kind = executor_kind(self.parallel)
         self.executor = kind(micro, self.precision, budget, self.device, self.fused_backward)
         self.interaction = build_interaction(self)
+        self.loader = looking_ahead(self)
         self.monitors = [(m.name, m.build()) for m in config.monitors]
         self.policy = self._build_policy()
         self.progress = Progress()
@@ -168,21 +175,7 @@ class Trainer:
     def _micro_batch_size(self) -> int:
         return local_rows(self.config, self.mesh.dp_size, self.mesh.degrees.pp)[1]
 
-    def _fused_backward(self, method: FusedBackwardConfig, micro: int, budget: int | None) -> FusedBackward:
-        """Refuses what needs all gradients before the first step."""
-        if self.mesh.world_size > 1:
-            raise ConfigError(
-                f"fused_backward steps before {self.mesh.world_size} ranks could add their gradients up; train in one "
-                "process, or leave it out (dp_shard divides the gradients over the ranks)",
-                key="memory",
-            )
-        if self.rows > micro or budget is not None:
-            raise ConfigError(
-                f"fused_backward takes the whole batch at once, and this is {micro} of {self.rows} rows: set "
-                f"train.micro_batch_size={self.rows} or lower train.global_batch_tokens, and use a batcher other than "
-                "odb",
-                key="memory",
-            )
+    def _fused_backward(self, method: FusedBackwardConfig) -> FusedBackward:
         if self.precision.scaler is not None:
             raise ConfigError("fused_backward cannot undo the scale of float16 gradients; use bf16", key="memory")
         return method.build(self.optimizer)
@@ -278,6 +271,7 @@ class Trainer:
             state["scalars"] = joined_scalars(gather_objects((self.mesh.rank_in("pp"), state["scalars"])))
         meta = {
             "progress": vars(self.progress),
+            "rate": self._rate(),
             "loader": self.loader.state_dict(),
             "interaction": None if self.interaction is None else self.interaction.state_dict(),
             "optimizer": state["scalars"],
@@ -313,7 +307,9 @@ class Trainer:
         from trainwright.train.checkpoint import inspect
 
         stage = None if self.parallel.pipeline is None else self.mesh.rank_in("pp")
-        scalars = scalars_of(inspect(path).meta["optimizer"], self.optimizer, self.params, stage)
+        stored = inspect(path).meta
+        require_same(self.average, stored.get("average"))
+        scalars = scalars_of(stored["optimizer"], self.optimizer, self.params, stage)
         tree = self._tensors_tree(allocate_named_state(self.params, scalars))
         meta = self.checkpointer.load(path, tensors=tree, weights=self.parallel.state())
         state = {"tensors": tree["optimizer"], "scalars": scalars}
@@ -330,6 +326,9 @@ class Trainer:
             )
         self.precision.load_state_dict(meta["precision"])
         self.progress = Progress(**meta["progress"])
+        if isinstance(self.average, RingAverage) and self._rate() > 1.01 * meta.get("rate", math.inf):
+            log.warning("the learning rate goes up again here: the average forgets the snapshots from before")
+            self.average.flush()
         if loader:
             if self.interaction is not None:
                 self.interaction.load_state_dict(meta.get("interaction"))
@@ -426,6 +425,10 @@ class Trainer:
         by_clock = int(self.total_steps * min(self.progress.seconds / seconds, 1.0))
         return min(max(self.progress.step, by_clock), self.total_steps - 1)
 
+    def _rate(self) -> float:
+        """The recipe's learning rate in the step at hand."""
+        return float(self.optimizer.param_groups[0]["initial_lr"] * self.schedule(self._position()))
+
     @contextmanager
     def _comm_trace(self) -> Iterator[CommTrace | None]:
         """Records this step's collectives where the recipe asks for it; written when the last one is in."""
@@ -439,6 +442,10 @@ class Trainer:
         with self._trace:
             yield self._trace
         if step == steps:
+            self._export_trace()
+
+    def _export_trace(self) -> None:
+        if self._trace is not None:
             self.config.run_dir.joinpath("comm").mkdir(exist_ok=True)
             self._trace.export(self.config.run_dir / "comm" / f"rank-{self._trace.rank}.json")
             self._trace = None
@@ -453,7 +460,7 @@ class Trainer:
         if self.interaction is not None:
             self.interaction.before_step(self.progress.step)
         batch = self.loader.next_batch()
-        if self.executor.budget is None:
+        if self.executor.budget is None and self.parallel.context is None:  # these two plan on the host
             batch = batch.to(self.device)
         if self.interaction is not None:
             batch = self.interaction.prepare(self.progress.step, batch)
@@ -528,6 +535,8 @@ class Trainer:
         row |= dict(zip(names, per_token[1:], strict=True))
         if self.interaction is not None:
             row = self.interaction.after_step(p.step, row)
+        if self.parallel.context is not None:
+            row |= self.parallel.context.figures()
         if self.precision.scaler is not None:
             row["overflows"] = self.precision.overflows
         if trace is not None and before is not None:
@@ -638,9 +647,13 @@ class Trainer:
             run_folder.write_atomic(self.config.run_dir / "sample.txt", text)
 
     def _close(self) -> None:
+        self._export_trace()  # of fewer steps than the recipe asks for
         self.loader.close()
+        if self.parallel.context is not None:
+            self.parallel.context.close()
         try:
-            self.checkpointer.close()
+            if not lost_another(sys.exc_info()[1]):  # else a save that has begun waits for that rank too
+                self.checkpointer.close()
         finally:
             for part in (self.display, self.metrics, *self.loggers):
                 if part is not None:

@@ -3,7 +3,8 @@
     p_i = w_i / sum w    or    p_i = n_i^(1/T) / sum_j n_j^(1/T)      T = 1: natural sizes, T -> inf: equal shares
 
 with n_i what source i has once held-out and contaminated documents are left out. It reads the sources twice: to count,
-and to mix. Memory: the hashes of the contaminants, and one bucket of the shuffle.
+and to mix. Memory: the hashes of the contaminants, 8 bytes a document for its id (20 while they are sorted), and one
+bucket of the shuffle.
 
 Papers: SlimPajama-DC, arXiv:2309.10818 (shares); mT5, arXiv:2010.11934 (temperature); GPT-3, arXiv:2005.14165 (13-gram
 decontamination).
@@ -11,24 +12,26 @@ decontamination).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
 import pickle
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from trainwright.core.errors import ConfigError, DataError, nearest
-from trainwright.data.build.composition import write_manifest
+from trainwright.data.build.composition import MANIFEST, read_manifest, write_manifest
 from trainwright.data.build.decontamination import NgramDecontaminate
 from trainwright.data.build.documents import Document
 from trainwright.data.build.mixing import Share, gather, is_held_out, mix, plan_mixture, scatter, shuffle
 from trainwright.data.build.operator_hashes import hash_values, operator_hashes
 from trainwright.data.build.pipeline import Progress, Watcher, save_statistics
-from trainwright.data.build.resume import lock, write_whole
+from trainwright.data.build.resume import FOLDER, Made, lock, write_whole
+from trainwright.data.build.seen import SeenHashes
 from trainwright.data.build.statistics import Drop, Statistics
 from trainwright.data.build.writers import Writer
 
@@ -37,6 +40,7 @@ UNITS: dict[str, Callable[[Document], int]] = {
     "characters": lambda d: len(d.text),
     "documents": lambda d: 1,
 }
+PARTICULARS = 300  # bytes of a document on disk beside its text, about
 
 
 def temperature_shares(sizes: Mapping[str, int], temperature: float) -> dict[str, float]:
@@ -79,6 +83,8 @@ class Blend:
     tokens of ``tokenizer``, a folder); None: as much as the shares give within ``repeat``. repeat: how often a source
     may be gone through; 1: never twice. holdout: share of the documents kept apart, by the hash of their text.
     contaminants: documents that none may share ``ngram`` words in a row with. shuffle, seed: the order.
+    Of documents with the same id the first of the mixture keeps it; a later one is called ``source:id``, and where
+    that is taken too ``source:id#2`` and so on.
     """
 
     def __init__(
@@ -91,7 +97,7 @@ class Blend:
         tokenizer: str | Path | None = None,
         repeat: float = 1.0,
         holdout: float = 0.0,
-        contaminants: Sequence[Document | str] = (),
+        contaminants: Iterable[Document | str] = (),
         ngram: int = 13,
         shuffle: bool = True,
         seed: int = 0,
@@ -122,6 +128,8 @@ class Blend:
         self.held = Statistics("hold_out")
         self.clean = NgramDecontaminate(contaminants, ngram) if contaminants else None
         self.ngram = ngram
+        self.renamed = 0  # documents whose id another one had before
+        self._bytes: dict[str, int] = {}  # of a source on disk, about
 
     def _pass(self, name: str, counting: bool, held_out: bool = False) -> Iterator[Document]:
         """Documents of a source that may be mixed, or those that are held out."""
@@ -152,7 +160,7 @@ class Blend:
 
     def plan(self) -> dict[str, Share]:
         """Read all sources once and settle what each gives. Raises ConfigError where that is more than it may."""
-        sizes = {n: sum(map(self.size, self._pass(n, counting=True))) for n in self.sources}
+        sizes = {n: sum(self._measured(n)) for n in self.sources}
         if self.weights is not None:
             fractions = weight_shares(self.weights, self.sources)
         else:
@@ -175,22 +183,46 @@ class Blend:
                 )  # fmt: skip
         return shares
 
+    def _measured(self, name: str) -> Iterator[int]:
+        self._bytes[name] = 0
+        for document in self._pass(name, counting=True):
+            text = document.text
+            self._bytes[name] += PARTICULARS + (len(text) if text.isascii() else len(text.encode("utf-8", "replace")))
+            yield self.size(document)
+
     def documents(self, shares: dict[str, Share], kept: _Kept | None = None) -> Iterator[Document]:
         """The mixed documents in their order; ``shares`` then hold what each gave."""
-        mixed = mix({n: _Again(self, n) for n in shares}, shares, self.size)
+        given_by = mix({n: _Again(self, n) for n in shares}, shares, self.size)
+        mixed = self._named((d.provenance[-1]["from"], d) for d in given_by)
         if not self.shuffle:
             return mixed
+        expected = round(sum(self._bytes.get(n, 0) * s.target / s.available for n, s in shares.items()))
         if kept is None:
-            return shuffle(mixed, self.seed, self.work_dir)
+            return shuffle(mixed, self.seed, self.work_dir, expected)
 
-        def spread() -> dict[str, Share]:
+        def spread() -> tuple[dict[str, Share], int]:
             shutil.rmtree(kept.buckets, ignore_errors=True)
             kept.buckets.mkdir()
-            scatter(mixed, kept.buckets, self.seed)
-            return shares
+            scatter(mixed, kept.buckets, self.seed, expected)
+            return shares, self.renamed
 
-        shares.update(kept.once("mixed", spread))
-        return gather(kept.buckets, self.seed)
+        given, self.renamed = kept.once("mixed", spread)
+        shares.update(given)
+        return gather(kept.buckets)
+
+    def _named(self, documents: Iterable[tuple[str, Document]]) -> Iterator[Document]:
+        """Documents, each with the name of where it comes from, under ids that are each their own."""
+        seen = SeenHashes()
+        for source, document in documents:
+            if not seen.add(document.id):
+                self.renamed += 1
+                name = new = f"{source}:{document.id}"
+                number = 2
+                while not seen.add(new):
+                    new, number = f"{name}#{number}", number + 1
+                provenance = [*document.provenance, {"step": "mix", "was": document.id}]
+                document = dataclasses.replace(document, id=new, provenance=provenance)
+            yield document
 
     def write(self, out: Path, writing: Mapping[str, Any], watch: Watcher | None = None) -> dict[str, Any]:
         """The corpus with its manifest; with a held-out part in folders ``train`` and ``validation``.
@@ -199,20 +231,32 @@ class Blend:
         on by the same call: what was counted, mixed and written whole is not done again, where the sources are readers
         whose files have not changed, and nothing else has.
         """
-        draft = out / ".mixing"
+        draft, key = out / ".mixing", self._key(writing)
+        there_before = out.exists()
         held = lock(draft)
+        kept = None
         try:
-            kept = _Kept(draft, self._key(writing))
-            there = [p.name for p in out.iterdir() if p != draft]
+            made = Made(out)
+            if made.by(key):
+                shutil.rmtree(draft)
+                return made.statistics()
+            kept = _Kept(draft, key)
+            there = [p.name for p in out.iterdir() if p.name not in (draft.name, FOLDER)]
             if there and not kept.has("whole"):
-                if not kept.begun():
-                    shutil.rmtree(draft)
                 raise DataError(f"{out} is not empty ({sorted(there)[0]}, ...); name another folder, or empty it")
             corpus = draft / "corpus"
             found: dict[str, Any] = kept.once("whole", lambda: self._write(corpus, kept, writing, watch))
             for path in sorted(corpus.iterdir()):
                 path.replace(out / path.name)
+            made.note(key, _files(out, ("train", "validation") if self.holdout else ("",)))
             shutil.rmtree(draft)
+        except BaseException:
+            if kept is None or not kept.begun():  # nothing was done that another call could go on from
+                shutil.rmtree(draft, ignore_errors=True)
+                if not there_before:
+                    with contextlib.suppress(OSError):
+                        out.rmdir()
+            raise
         finally:
             os.close(held)
         return found
@@ -222,20 +266,22 @@ class Blend:
         settings = {
             k: v
             for k, v in vars(self).items()
-            if k not in ("sources", "statistics", "held", "clean", "size", "work_dir")
+            if k not in ("sources", "statistics", "held", "clean", "size", "work_dir", "renamed", "_bytes")
         }
         try:
             sources = [(name, operator_hashes(source, [])) for name, source in self.sources.items()]
         except ConfigError:
             return None
         clean = None if self.clean is None else operator_hashes(None, [self.clean], "")
-        return hash_values(sources, settings, clean, {k: str(v) for k, v in writing.items()}, self._counts)
+        return hash_values(
+            "sorted by keys", sources, settings, clean, {k: str(v) for k, v in writing.items()}, self._counts
+        )
 
     def _write(self, corpus: Path, kept: _Kept, writing: Mapping[str, Any], watch: Watcher | None) -> dict[str, Any]:
         started = time.monotonic()
         progress = Progress()
         sources: dict[str, dict[str, int]] = {}
-        shares, self.statistics, self.held, dropped = kept.once("plan", self._planned)
+        shares, self.statistics, self.held, dropped, self._bytes = kept.once("plan", self._planned)
         if self.clean is not None:
             self.clean.statistics = dropped
         progress.read = self.statistics.documents_in
@@ -261,10 +307,10 @@ class Blend:
         if self.holdout:
             shutil.rmtree(corpus / "validation", ignore_errors=True)
             with Writer(corpus / "validation", **writing) as other:
-                for name in self.sources:
-                    for document in self._pass(name, counting=False, held_out=True):
-                        other.write(document)
-                        held_out += 1
+                apart = ((n, d) for n in self.sources for d in self._pass(n, counting=False, held_out=True))
+                for document in self._named(apart):
+                    other.write(document)
+                    held_out += 1
             write_manifest(corpus / "validation", other.compositions, settings={"held_out_of": list(self.sources)})
         about: dict[str, Any] = {
             "unit": self.unit,
@@ -274,6 +320,7 @@ class Blend:
             "shuffled": self.shuffle,
             "holdout": self.holdout,
             "held_out": held_out,
+            "renamed_ids": self.renamed,
             "contaminated": sum(self.clean.statistics.dropped.values()) if self.clean else 0,
             "sources": {n: {**dataclasses.asdict(s), "epochs": round(s.epochs, 6)} for n, s in sorted(shares.items())},
         }
@@ -296,9 +343,19 @@ class Blend:
         save_statistics(found, corpus)
         return found
 
-    def _planned(self) -> tuple[dict[str, Share], Statistics, Statistics, Statistics | None]:
+    def _planned(self) -> tuple[dict[str, Share], Statistics, Statistics, Statistics | None, dict[str, int]]:
         shares = self.plan()
-        return shares, self.statistics, self.held, None if self.clean is None else self.clean.statistics
+        dropped = None if self.clean is None else self.clean.statistics
+        return shares, self.statistics, self.held, dropped, self._bytes
+
+
+def _files(out: Path, parts: Iterable[str]) -> list[str]:
+    """Manifests and shards of the corpora in ``out``."""
+    names = []
+    for part in parts:
+        manifest = read_manifest(out / part) or {"shards": []}
+        names += [(Path(part) / n).as_posix() for n in (MANIFEST, *(s["file"] for s in manifest["shards"]))]
+    return names
 
 
 class _Kept:

@@ -230,6 +230,10 @@ def _identifier(languages: tuple[str, ...] | None = None) -> Any:
     return found
 
 
+def _names(given: Sequence[str] | str | None) -> Sequence[str] | None:
+    return [given] if isinstance(given, str) else given
+
+
 class Language(DocumentStage):
     """Name each document's language (package py3langid, extra ``data``), and keep only ``keep``.
 
@@ -242,14 +246,15 @@ class Language(DocumentStage):
 
     def __init__(
         self,
-        keep: Sequence[str] | None = None,
+        keep: Sequence[str] | str | None = None,
         least_score: float = 0.0,
-        languages: Sequence[str] | None = None,
+        languages: Sequence[str] | str | None = None,
         characters: int = 4000,
     ):
         super().__init__()
         if not 0 <= least_score <= 1:
             raise ConfigError("should be between 0 and 1", key="least_score", value=least_score)
+        keep, languages = _names(keep), _names(languages)
         self.keep = None if keep is None else set(keep)
         self.least_score, self.characters = least_score, characters
         self.languages = None if languages is None else tuple(languages)

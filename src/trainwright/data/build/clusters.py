@@ -7,7 +7,6 @@ these numbers, so the result does not depend on the order in which the documents
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 ALL_PAIRS = 12  # a bucket up to this size gives all its pairs; a larger one 2 a document
-KEYS_AT_ONCE = 1 << 25  # keys of a band sorted at once: about 1 GB of working memory
+KEYS_AT_ONCE = 1 << 22  # keys of a band sorted at once: about 250 MB of working memory
 _PAIRS_AT_ONCE = 1 << 20
 
 Pairs = NDArray[np.int64]  # [pairs, 2], first < second
@@ -78,7 +77,7 @@ def cluster(
     of union-find). What is left is looked at again until nothing is removed, so a second run removes nothing.
     ``candidates`` stands in for ``bands`` where these lie on other machines: from the documents that are still looked
     at, the candidate pairs, sorted, as first << 32 | second, and whether a bucket was too large to give all its pairs.
-    Memory: 8 bytes a candidate pair, and 17 bytes a document, plus the working memory of KEYS_AT_ONCE keys.
+    Memory: MEMORY
     """
     keeper = np.arange(count, dtype=np.int64)
     similarity = np.ones(count, np.float32)
@@ -94,29 +93,52 @@ def cluster(
         for keys in bands():
             for pairs, cut in _band_pairs(keys, alive):
                 again = again or cut
-                codes = np.union1d(codes, pair_codes(pairs))
+                codes = _merged(codes, pair_codes(pairs))
         looked_at += len(codes)
-        linked: list[Pairs] = []
-        strength: list[NDArray[np.float64]] = []
-        for at in range(0, len(codes), _PAIRS_AT_ONCE):
-            part = codes[at : at + _PAIRS_AT_ONCE]
-            pairs = np.stack((part >> np.uint64(32), part & np.uint64(0xFFFFFFFF)), 1).astype(np.int64)
-            found = verify(pairs)
-            linked.append(pairs[found >= 0])
-            strength.append(found[found >= 0])
-        pairs = np.concatenate(linked) if linked else np.zeros((0, 2), np.int64)
-        edges += len(pairs)
-        removed = _spread(pairs, np.concatenate(strength) if strength else np.zeros(0), max_steps, keeper, similarity)
+        codes, strength = _verified(codes, verify)
+        edges += len(codes)
+        removed = _spread(codes, strength, max_steps, keeper, similarity)
         alive &= keeper == np.arange(count)
         again = again and removed > 0
     _settle(keeper)
     return Clusters(keeper, similarity, looked_at, edges, rounds)
 
 
+def _merged(codes: NDArray[np.uint64], more: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Both without repeats, sorted; ``codes`` are already."""
+    if not len(more):
+        return codes
+    both = np.concatenate((codes, more))
+    both.sort()
+    new = np.ones(len(both), bool)
+    np.not_equal(both[1:], both[:-1], out=new[1:])
+    return both[new]
+
+
+def _verified(codes: NDArray[np.uint64], verify: Verify) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
+    """The pairs that are copies, moved to the front of ``codes``, and how similar each is."""
+    codes = codes if codes.flags.writeable else codes.copy()
+    strength = np.empty(len(codes), np.float32)
+    end = 0
+    for at in range(0, len(codes), _PAIRS_AT_ONCE):
+        part = codes[at : at + _PAIRS_AT_ONCE]
+        found = verify(np.stack(_sides(part), 1).astype(np.int64))
+        copies = found >= 0
+        kept = int(np.count_nonzero(copies))
+        strength[end : end + kept] = found[copies]
+        codes[end : end + kept] = part[copies]
+        end += kept
+    return codes[:end], strength[:end]
+
+
 def pair_codes(pairs: Pairs) -> NDArray[np.uint64]:
     """A number for each pair, in the order of the pairs."""
     first, second = pairs.astype(np.uint64).T
     return first << np.uint64(32) | second
+
+
+def _sides(codes: NDArray[np.uint64]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    return (codes >> np.uint64(32)).astype(np.uint32), codes.astype(np.uint32)  # the lower 32 bits
 
 
 def _band_pairs(keys: NDArray[np.uint64], alive: NDArray[np.bool_]) -> Iterator[tuple[Pairs, bool]]:
@@ -138,41 +160,87 @@ def _band_pairs(keys: NDArray[np.uint64], alive: NDArray[np.bool_]) -> Iterator[
 
 
 def _spread(
-    pairs: Pairs,
-    strength: NDArray[np.float64],
+    codes: NDArray[np.uint64],
+    strength: NDArray[np.float32],
     max_steps: int | None,
     keeper: NDArray[np.int64],
     similarity: NDArray[np.float32],
 ) -> int:
-    """Assign the documents of ``pairs`` to keepers, best first; returns how many were removed."""
-    if not len(pairs):
-        return 0
-    both = np.concatenate((pairs, pairs[:, ::-1]))
-    weight = np.concatenate((strength, strength))
-    order = np.lexsort((both[:, 1], both[:, 0]))
-    nodes, starts = np.unique(both[order, 0], return_index=True)
-    ends = np.concatenate((starts[1:], np.array([len(both)])))
-    where = {int(node): (int(s), int(e)) for node, s, e in zip(nodes, starts, ends, strict=True)}
-    neighbours, weights = both[order, 1].tolist(), weight[order].tolist()
-    taken: set[int] = set()
+    """Assign the documents of the pairs ``codes``, sorted, to keepers, best first; returns how many were removed."""
+    first, second = _sides(codes)
+    alone = _alone(first, second, len(keeper))
+    # Most copies come in twos that are tied to nothing else: the better one is kept.
+    keeper[second[alone]] = first[alone]
+    similarity[second[alone]] = strength[alone]
+    removed = int(np.count_nonzero(alone))
+    if removed == len(first):
+        return removed
+    tied = np.flatnonzero(~alone)
+    first, second, strength = first[tied], second[tied], strength[tied]
+    del alone, tied
+    return removed + _search(first, second, strength, max_steps, keeper, similarity)
+
+
+def _alone(first: NDArray[np.uint32], second: NDArray[np.uint32], count: int) -> NDArray[np.bool_]:
+    """Which pairs share no document with another pair."""
+    degree = np.zeros(count, np.uint8)  # 0, 1, or 2 for more
+    for side in (first, second):
+        for at in range(0, len(side), _PAIRS_AT_ONCE):
+            members, times = np.unique(side[at : at + _PAIRS_AT_ONCE], return_counts=True)
+            degree[members] = np.minimum(degree[members] + np.minimum(times, 2), 2)
+    return (degree[first] < 2) & (degree[second] < 2)
+
+
+def _search(
+    first: NDArray[np.uint32],
+    second: NDArray[np.uint32],
+    strength: NDArray[np.float32],
+    max_steps: int | None,
+    keeper: NDArray[np.int64],
+    similarity: NDArray[np.float32],
+) -> int:
+    """Breadth first from the best document that is not taken; pairs sorted by ``first``, then by ``second``."""
+    nodes = _merged(np.unique(first), second)  # [linked], and all below by the place in it
+    first = np.searchsorted(nodes, first).astype(np.uint32)
+    second = np.searchsorted(nodes, second).astype(np.uint32)
+    back = np.argsort(second, kind="stable").astype(np.uint32 if len(second) < 1 << 32 else np.int64)
+    bounds = np.arange(len(nodes) + 1)
+    # Neighbours of a document: its worse ones from `after` in `second`, its better ones by `before` in `back`. Views of
+    # memory, since items of an array are slow to take one by one and lists take eight times the space.
+    after = memoryview(np.searchsorted(first, bounds))
+    before = memoryview(np.searchsorted(second, bounds, sorter=back))
+    del bounds
+    worse, better, way_back = memoryview(second), memoryview(first), memoryview(back)
+    taken = bytearray(len(nodes))
+    owner = np.arange(len(nodes), dtype=np.uint32)
+    edge = np.zeros(len(nodes), back.dtype)  # through which a document was found
+    owners, edges = memoryview(owner), memoryview(edge)
     removed = 0
-    for node in nodes.tolist():
-        if node in taken:
+    for node in range(len(nodes)):
+        if taken[node]:
             continue
-        taken.add(node)
-        queue = deque([(node, 0)])
-        while queue:
-            here, steps = queue.popleft()
-            if max_steps is not None and steps >= max_steps:
-                continue
-            start, end = where[here]
-            for k in range(start, end):
-                other = neighbours[k]
-                if other not in taken:
-                    taken.add(other)
-                    keeper[other], similarity[other] = node, weights[k]
-                    removed += 1
-                    queue.append((other, steps + 1))
+        taken[node] = 1
+        front, steps = [node], 0
+        while front and (max_steps is None or steps < max_steps):
+            reached = []
+            for here in front:
+                for k in way_back[before[here] : before[here + 1]]:
+                    other = better[k]
+                    if not taken[other]:
+                        taken[other] = 1
+                        owners[other], edges[other] = node, k
+                        reached.append(other)
+                for k in range(after[here], after[here + 1]):
+                    other = worse[k]
+                    if not taken[other]:
+                        taken[other] = 1
+                        owners[other], edges[other] = node, k
+                        reached.append(other)
+            removed += len(reached)
+            front, steps = reached, steps + 1
+    gone = np.flatnonzero(owner != np.arange(len(nodes), dtype=np.uint32))
+    keeper[nodes[gone]] = nodes[owner[gone]]
+    similarity[nodes[gone]] = strength[edge[gone]]
     return removed
 
 

@@ -19,7 +19,6 @@ Two runs with other orders of reading give the same, but for ``keep="first"``; a
 
 from __future__ import annotations
 
-import heapq
 import pickle
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -196,14 +195,14 @@ class _Dedup:
         return document
 
     def _show(self, pairs: _Beside, similarity: NDArray[np.float32]) -> None:
-        for removed, kept in pairs.found():
+        for position, removed, kept in pairs.found():
             self.statistics.drop_sample(
                 f"dropped: {self._reason}",
                 Sample(
                     removed.id,
                     removed.source,
                     excerpt(removed.text),
-                    f"similarity {similarity[pairs.place[removed.id]]:.2f}; kept: {kept.id} ({kept.source})",
+                    f"similarity {similarity[position]:.2f}; kept: {kept.id} ({kept.source})",
                     excerpt(kept.text),
                 ),
             )
@@ -362,17 +361,20 @@ class _Beside:
     def __init__(self, count: int, keeper: NDArray[np.int64], hashes: NDArray[np.uint64]):
         removed = np.flatnonzero(keeper != np.arange(len(keeper)))
         # By the text's hash, so that neither the order of reading nor chance chooses the samples.
-        chosen = heapq.nsmallest(count, removed.tolist(), key=lambda i: (int(hashes[i]), i))
+        ranks = hashes[removed]
+        if len(removed) > count > 0:
+            near = ranks <= np.partition(ranks, count - 1)[count - 1]
+            removed, ranks = removed[near], ranks[near]
+        chosen = removed[np.lexsort((removed, ranks))][:count].tolist()
         self._pairs = [(i, int(keeper[i])) for i in chosen]
         self.wanted = {i for pair in self._pairs for i in pair}
         self._held: dict[int, Document] = {}
-        self.place: dict[str, int] = {}
 
     def see(self, position: int, document: Document) -> None:
         if position in self.wanted:
             self._held[position] = document
-            self.place[document.id] = position
 
-    def found(self) -> Iterator[tuple[Document, Document]]:
+    def found(self) -> Iterator[tuple[int, Document, Document]]:
+        """Position of a removed document, the document, and the one that was kept for it."""
         for removed, kept in self._pairs:
-            yield self._held[removed], self._held[kept]
+            yield removed, self._held[removed], self._held[kept]

@@ -7,12 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.core.errors import ConfigError, DataError
+from trainwright.data.build.composition import read_manifest
 from trainwright.data.build.documents import Document
 from trainwright.data.build.readers import HfReader, JsonlReader, ParquetReader, Reader, TextReader
 from trainwright.data.build.statistics import Statistics
 from trainwright.data.build.warc import WarcReader
 from trainwright.data.sources._files import _walk, find_files
 
+# What people have lying about and what to do with it.
+OTHERS = {
+    ".json": "a JSON array is not read; write one object a line (.jsonl), such as with jq -c '.[]'; if it holds that already, "
+    "give the format jsonl",
+    ".csv": "tables of this kind are not read; write one JSON object a line (.jsonl), or parquet",
+    ".tsv": "tables of this kind are not read; write one JSON object a line (.jsonl), or parquet",
+}
 READERS: dict[str, type[Reader]] = {r.format: r for r in (TextReader, JsonlReader, ParquetReader, WarcReader, HfReader)}
 
 
@@ -78,7 +86,13 @@ def guess_format(paths: Sequence[str | Path]) -> str:
     if len(kinds) == 1 and kinds[0]:
         return kinds[0]
     shown = ", ".join(str(p) for p in paths[:3])
+    if not kinds and len(paths) == 1 and read_manifest(Path(paths[0])) is not None:
+        raise DataError(f"input: {shown} is a built corpus without a document; trainwright data inspect tells why")
     if not kinds or kinds == [""]:
+        suffixes = {Path(n).suffix.lower() for n in names or map(str, paths)}
+        for suffix, what in OTHERS.items():
+            if suffixes == {suffix}:
+                raise DataError(f"input: {shown}: {what}")
         raise DataError(f"input: cannot tell the format of {shown} by its name; give one of {', '.join(READERS)}")
     raise DataError(f"input: {shown} holds files of several formats ({', '.join(k or 'unknown' for k in kinds)}); "
                     f"name the files of one, or give the format")  # fmt: skip

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from trainwright.data.build.clusters import Pairs
 from trainwright.data.build.minhash import MinHasher, band_keys, jaccard
 
-SETS_HELD = 20_000  # shingle sets kept in memory while pairs are compared
+SHINGLES_HELD = 1 << 22  # of the sets kept in memory while pairs are compared
 PAIRS_AT_ONCE = 8192
 _TABLE = np.dtype([("text", "<u8"), ("id", "<u8"), ("shingles", "<i8"), ("length", "<u4"), ("source", "<i4")])
 
@@ -194,6 +194,7 @@ class Verifier:
             self._shingles = index._map("shingles", np.uint32, (index._shingles,))
             self._counts = np.diff(np.maximum.accumulate(np.concatenate((np.zeros(1, np.int64), self._ends))))
         self._sets: OrderedDict[int, NDArray[np.uint32]] = OrderedDict()
+        self._held = 0
 
     def __call__(self, pairs: Pairs) -> NDArray[np.float64]:
         if self._width == 0:
@@ -215,8 +216,9 @@ class Verifier:
             end = int(self._ends[place])
             held = np.unique(self._shingles[end - int(self._counts[place]) : end])
             self._sets[place] = held
-            if len(self._sets) > SETS_HELD:
-                self._sets.popitem(last=False)
+            self._held += len(held)
+            while self._held > SHINGLES_HELD and len(self._sets) > 2:
+                self._held -= len(self._sets.popitem(last=False)[1])
         else:
             self._sets.move_to_end(place)
         return held

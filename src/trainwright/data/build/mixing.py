@@ -2,15 +2,19 @@
 
     target_s = fraction_s * total            in tokens, or whatever ``size`` counts
     next document: from the source that is furthest behind its share of what was given so far
+    order: by a random 64-bit key a document; its upper part names the bucket on disk, which is sorted in memory
 
 Paper: SlimPajama-DC, arXiv:2309.10818. Its mixtures are token shares sampled without repeats until a source is used up.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
+import struct
 import tempfile
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +26,9 @@ import xxhash
 from trainwright.core.errors import ConfigError, DataError
 from trainwright.data.build.documents import Document
 
-BUCKET_CHARACTERS = 1 << 26  # of the texts that a shuffle holds at once, about
+BUCKET_BYTES = 1 << 26  # of the documents that a shuffle holds at once, about
+MOST_BUCKETS = 128  # files open at once; a corpus of more bytes takes one more pass over the disk
+_RECORD = struct.Struct("<QQ")  # key and length of the pickled document behind it
 
 
 @dataclass
@@ -106,47 +112,81 @@ def mix(
 
 
 def shuffle(
-    documents: Iterable[Document], seed: int, work_dir: Path | None = None, buckets: int = 64
+    documents: Iterable[Document], seed: int, work_dir: Path | None = None, expected_bytes: int = 0
 ) -> Iterator[Document]:
-    """A random order in two passes: each document into a random bucket on disk, then each bucket shuffled in memory.
+    """A random order in two passes: each document into a bucket on disk, then each bucket sorted in memory.
 
-    Memory: the largest bucket, that is about 1/buckets of the corpus. Depends on seed and the order of the input.
+    The order depends on the seed and the order of the input, and on nothing else. Memory: about BUCKET_BYTES and 24
+    bytes a document of a bucket. ``expected_bytes``: of all documents; where it is too low some are written once more.
     """
     with tempfile.TemporaryDirectory(prefix="shuffle-", dir=work_dir) as folder:
-        scatter(documents, Path(folder), seed, buckets)
-        yield from gather(Path(folder), seed, buckets)
+        scatter(documents, Path(folder), seed, expected_bytes)
+        yield from gather(Path(folder))
 
 
-def scatter(documents: Iterable[Document], folder: Path, seed: int, buckets: int = 64) -> None:
+def scatter(documents: Iterable[Document], folder: Path, seed: int, expected_bytes: int = 0) -> None:
     """The first pass of :func:`shuffle`, into files of ``folder``."""
-    if buckets < 1:
-        raise ConfigError("should be at least 1", key="buckets", value=buckets)
     rng = np.random.Generator(np.random.PCG64([seed, 1]))
+    made = ((int(rng.integers(1 << 64, dtype=np.uint64)), pickle.dumps(d, protocol=5)) for d in documents)
+    _into_buckets(made, folder, 0, 1 << 64, _buckets(expected_bytes))
+
+
+def gather(folder: Path) -> Iterator[Document]:
+    """The second pass of :func:`shuffle`. It leaves the files as they are, and can be called again."""
+    for packed in _sorted(folder, 0, 1 << 64):
+        yield pickle.loads(packed)
+
+
+def _buckets(size: int) -> int:
+    return min(max(1, -(-size // BUCKET_BYTES)), MOST_BUCKETS)
+
+
+def _into_buckets(records: Iterable[tuple[int, bytes]], folder: Path, low: int, high: int, buckets: int) -> None:
+    """Records with keys in [low, high) into files, each of an equal range of keys."""
     files: list[Any] = [(folder / f"{b:05d}").open("wb") for b in range(buckets)]
     try:
-        for document in documents:
-            pickle.dump(document, files[int(rng.integers(buckets))], protocol=5)
+        for key, packed in records:
+            file = files[(key - low) * buckets // (high - low)]
+            file.write(_RECORD.pack(key, len(packed)))
+            file.write(packed)
     finally:
         for file in files:
             file.close()
 
 
-def gather(folder: Path, seed: int, buckets: int = 64) -> Iterator[Document]:
-    """The second pass of :func:`shuffle`."""
-    rng = np.random.Generator(np.random.PCG64([seed, 2]))
-    for b in range(buckets):
-        held = list(_unpickle(folder / f"{b:05d}"))
-        for i in rng.permutation(len(held)):
-            yield held[i]
+def _sorted(folder: Path, low: int, high: int) -> Iterator[bytes | memoryview]:
+    """Packed documents of the buckets in ``folder`` by their keys; one that is too large goes into smaller ones."""
+    paths = sorted(p for p in folder.iterdir() if p.name.isdigit())
+    starts = [low - (low - high) * b // len(paths) for b in range(len(paths) + 1)]
+    for path, start, end in zip(paths, starts, starts[1:], strict=False):
+        size = path.stat().st_size
+        if size > 2 * BUCKET_BYTES and end - start > 1 and sum(1 for _ in itertools.islice(_records(path), 2)) == 2:
+            with tempfile.TemporaryDirectory(prefix="part-", dir=folder) as parts:
+                _into_buckets(_records(path), Path(parts), start, end, _buckets(size))
+                yield from _sorted(Path(parts), start, end)
+        else:
+            yield from _sorted_file(path)
 
 
-def _unpickle(path: Path) -> Iterator[Document]:
+def _sorted_file(path: Path) -> Iterator[memoryview]:
+    data = memoryview(path.read_bytes())
+    keys, starts = array("Q"), array("Q")
+    at = 0
+    while at < len(data):
+        key, length = _RECORD.unpack_from(data, at)
+        keys.append(key)
+        starts.append(at)
+        at += _RECORD.size + length
+    for i in np.argsort(np.frombuffer(keys, np.uint64), kind="stable") if keys else ():
+        start = starts[i] + _RECORD.size
+        yield data[start : start + _RECORD.unpack_from(data, starts[i])[1]]
+
+
+def _records(path: Path) -> Iterator[tuple[int, bytes]]:
     with path.open("rb") as file:
-        while True:
-            try:
-                yield pickle.load(file)
-            except EOFError:
-                return
+        while head := file.read(_RECORD.size):
+            key, length = _RECORD.unpack(head)
+            yield key, file.read(length)
 
 
 def is_held_out(document: Document, fraction: float, seed: int = 0) -> bool:

@@ -60,6 +60,7 @@ def run_pipeline(
     watch: Watcher | None = None,
     resume: bool = False,
     fingerprint: str | None = None,
+    refuse_empty: bool = False,
 ) -> dict[str, Any]:
     """Read ``documents`` (a Reader, or any iterable), send them through ``stages``, write them to ``out``.
 
@@ -72,24 +73,21 @@ def run_pipeline(
     resume: keep what is done beside the shards, so that a run that was killed goes on by the same call, and one whose
     inputs, stages and settings have not changed since it ended does nothing (``operators_run`` is 0 then); see
     ``resume``. Documents that come from no reader need a ``fingerprint`` for that, a text that changes with them.
+    refuse_empty: raise DataError where no document is left in the end, instead of writing a corpus of none.
     """
     check_workers(workers)
     used = [s.name for s in stages if s.statistics.documents_in]
     if used:
         raise ConfigError(f"stage {used[0]} has run before; make a new one for each run", key="stages")
     if not resume:
-        return _run(stages, documents, out, workers, settings, watch, None)
+        return _run(stages, documents, out, workers, settings, watch, None, refuse_empty)
     from trainwright.data.build.operator_hashes import operator_hashes
-    from trainwright.data.build.resume import FOLDER, Build
+    from trainwright.data.build.resume import FOLDER, Build, Made
 
     with Build(out.folder / FOLDER, operator_hashes(documents, stages, fingerprint), out) as build:
         if build.done():
-            try:
-                found = json.loads((out.folder / STATISTICS).read_text("utf-8"))
-            except (OSError, ValueError) as error:
-                raise DataError(f"{out.folder / STATISTICS}: missing or damaged ({error}); empty the folder") from None
-            return {**found, "operators_run": 0}
-        return _run(stages, documents, out, workers, settings, watch, build)
+            return Made(out.folder).statistics()
+        return _run(stages, documents, out, workers, settings, watch, build, refuse_empty)
 
 
 def _run(
@@ -100,6 +98,7 @@ def _run(
     settings: dict[str, Any] | None,
     watch: Watcher | None,
     build: Build | None,
+    refuse_empty: bool,
 ) -> dict[str, Any]:
     started = time.monotonic()
     progress = Progress()
@@ -147,6 +146,8 @@ def _run(
     progress.seconds = time.monotonic() - started
     if watch is not None:
         watch(progress)
+    if refuse_empty and not progress.written:
+        raise nothing_left([reading(), *(s.statistics for s in stages)])
     found = {
         "documents": progress.written,
         "characters": progress.characters,
@@ -162,6 +163,15 @@ def _run(
         build.finish([*(f["file"] for f in out.files), MANIFEST])
         found["operators_run"] = len(stages)
     return found
+
+
+def nothing_left(statistics: Sequence[Statistics]) -> DataError:
+    """What to tell where the stages threw out all documents."""
+    lost = [f"{s.name}: {reason} {n:,}" for s in statistics for reason, n in s.dropped.most_common(5)]
+    return DataError(
+        f"no document is left of {statistics[0].documents_out:,}, so nothing is written ({'; '.join(lost)}); "
+        f"look at the documents' fields with trainwright data inspect, or relax a condition"
+    )
 
 
 def save_statistics(found: dict[str, Any], folder: Path) -> Path:

@@ -32,7 +32,7 @@ from trainwright.data.build.bad_rows import BadRows
 from trainwright.data.build.composition import write_manifest
 from trainwright.data.build.documents import Document
 from trainwright.data.build.formats import Inputs
-from trainwright.data.build.pipeline import Progress, Watcher, save_statistics
+from trainwright.data.build.pipeline import Progress, Watcher, nothing_left, save_statistics
 from trainwright.data.build.readers import Reader
 from trainwright.data.build.stage import DocumentStage, Stage, _Worker, chunks
 from trainwright.data.build.statistics import Statistics, merge_all
@@ -60,6 +60,7 @@ def run_on_ray(
     watch: Watcher | None = None,
     num_cpus: int | None = None,
     object_store_memory: int | None = None,
+    refuse_empty: bool = False,
 ) -> dict[str, Any]:
     """``run_pipeline`` on Ray: the same arguments, shards and statistics (but for the seconds).
 
@@ -98,6 +99,8 @@ def run_on_ray(
             documents.check_filled()
         progress.read = arrived.documents_out
         tell()
+        if refuse_empty and not data.count:
+            raise nothing_left([arrived, *(s.statistics for s in stages)])
         run.write(data, out, sources, tell)
     found = {
         "documents": progress.written,

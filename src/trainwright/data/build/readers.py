@@ -140,7 +140,10 @@ class Reader(ABC):
         """Document of a row with named fields. Raises BadRow."""
         where = f"{file.path}:{number}"
         if not isinstance(row, Mapping):
-            raise BadRow("no object", f"{where}: expected an object with the field {self.text_key!r}", str(row)[:200])
+            more = "; a JSON array is not read: write one object a line" if isinstance(row, list) else ""
+            raise BadRow(
+                "no object", f"{where}: expected an object with the field {self.text_key!r}{more}", str(row)[:200]
+            )
         text = row.get(self.text_key)
         if not isinstance(text, str):
             fields = ", ".join(map(str, row)) or "none"
@@ -228,7 +231,9 @@ class JsonlReader(Reader):
                     try:
                         row = json.loads(text)
                     except json.JSONDecodeError as error:
-                        raise BadRow("malformed JSON", f"{where}: malformed JSON: {error}", text[:200]) from None
+                        array = number == 1 and text.lstrip().startswith("[")
+                        more = "; a JSON array is not read: write one object a line" if array else ""
+                        raise BadRow("malformed JSON", f"{where}: malformed JSON: {error}{more}", text[:200]) from None
                     except RecursionError:
                         raise BadRow("malformed JSON", f"{where}: JSON nested too deeply", text[:200]) from None
                     except ValueError as error:  # a whole number of thousands of digits

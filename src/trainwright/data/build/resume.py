@@ -36,7 +36,7 @@ from trainwright.data.build.operator_hashes import hash_values
 from trainwright.data.build.stage import DocumentStage, Stage, _Worker, chunks, parallel_map
 from trainwright.data.build.statistics import Statistics, merge_all
 
-FOLDER = ".build"
+FOLDER, DONE = ".build", "done.json"
 PART_CHUNKS = 8  # results of this many chunks make a part; a kill costs their work
 
 
@@ -162,6 +162,40 @@ def lock(folder: Path) -> int:
     return held
 
 
+class Made:
+    """The line in a finished corpus that says by which plan it was made."""
+
+    def __init__(self, corpus: Path):
+        self.corpus, self._path = corpus, corpus / FOLDER / DONE
+
+    def by(self, plan: str | None) -> bool:
+        """Whether the corpus stands there, whole and made by this plan. Raises DataError where it was touched."""
+        found = _json(self._path)
+        if found is None or plan is None or found.get("plan") != plan:
+            return False
+        for name, size in found["files"].items():
+            path = self.corpus / name
+            if not path.exists() or size_of(path) != size:
+                raise DataError(
+                    f"{path}: changed or removed since the corpus was built; empty the folder and build anew"
+                )
+        return True
+
+    def note(self, plan: str | None, names: Sequence[str], **more: Any) -> None:
+        if plan is not None:
+            self._path.parent.mkdir(exist_ok=True)
+            sizes = {n: size_of(self.corpus / n) for n in names}
+            row = json.dumps({"plan": plan, **more, "files": sizes}).encode()
+            write_whole(self._path, lambda file: file.write(row))
+
+    def statistics(self) -> dict[str, Any]:
+        path = self.corpus / "statistics.json"
+        try:
+            return {**json.loads(path.read_text("utf-8")), "operators_run": 0}
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path}: missing or damaged ({error}); empty the folder") from None
+
+
 class Build:
     """The hidden folder of one build; a context manager that no second build can enter meanwhile."""
 
@@ -169,7 +203,7 @@ class Build:
         self.folder, self.hashes, self.writer = folder, hashes, writer
         about = [writer.format, writer.compression, writer.shard_bytes]
         self.plan = hash_values(hashes[-1], about)
-        self._done, self._written = folder / "done.json", folder / "written.json"
+        self._done, self._written = folder / DONE, folder / "written.json"
         self._lock = -1
 
     def __enter__(self) -> Build:
@@ -183,16 +217,7 @@ class Build:
 
     def done(self) -> bool:
         """Whether the corpus stands there, whole and made by this plan. Raises DataError where it was touched."""
-        found = _json(self._done)
-        if found is None or found.get("plan") != self.plan:
-            return False
-        for name, size in found["files"].items():
-            path = self.folder.parent / name
-            if not path.exists() or size_of(path) != size:
-                raise DataError(
-                    f"{path}: changed or removed since the corpus was built; empty the folder and build anew"
-                )
-        return True
+        return Made(self.folder.parent).by(self.plan)
 
     def begin(self) -> list[dict[str, Any]]:
         """Shards that are finished already; what else an unfinished build left is cleared away."""
@@ -214,9 +239,7 @@ class Build:
         write_whole(self._written, lambda file: file.write(row))
 
     def finish(self, names: Sequence[str]) -> None:
-        sizes = {n: size_of(self.folder.parent / n) for n in names}
-        row = json.dumps({"plan": self.plan, "operators": self.hashes, "files": sizes}).encode()
-        write_whole(self._done, lambda file: file.write(row))
+        Made(self.folder.parent).note(self.plan, names, operators=self.hashes)
         for path in self.folder.iterdir():
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)

@@ -1,7 +1,9 @@
 """Personal data and secrets, replaced by placeholders or by made-up values.
 
 What has a check digit or a fixed form is checked by it, so that version numbers and sums stay. Names and postal
-addresses need a model and are not looked for.
+addresses need a model and are not looked for; nor are telephone numbers in a country's own form without its code
+(020 7946 0958, (030) 123456) but for those of North America, since no form tells them from other numbers.
+300.200.1000 is a telephone number only where a word near it says so, and 1.2.3.4 no address behind "version".
 """
 
 from __future__ import annotations
@@ -43,14 +45,32 @@ def _iban(match: re.Match[str]) -> bool:
     return int("".join(str(int(c, 36)) for c in code[4:] + code[:4])) % 97 == 1
 
 
+NEAR = 40  # characters before a number in which a word tells what it is
+_CALL = re.compile(
+    r"\b(?:(?:tele|mobile|cell)?phone|telefon|tel|fax|call|dial|text|sms|mobile|cell|ring|reach|contact)s?\b", re.I
+)
+_VERSION = re.compile(r"\b(?:v|ver|version|release|rev|revision|build|firmware|update)s?\.?[ :=]*\Z", re.I)
+
+
+def _before(match: re.Match[str]) -> str:
+    return match.string[max(0, match.start() - NEAR) : match.start()]
+
+
 def _public_address(match: re.Match[str]) -> bool:
+    if _VERSION.search(_before(match)):
+        return False
     try:
         return ipaddress.ip_address(match[0]).is_global
     except ValueError:
         return False
 
 
+_DOTTED = re.compile(r"\d{3}\.\d{3}[.\-]\d{4}")
+
+
 def _phone(match: re.Match[str]) -> bool:
+    if _DOTTED.fullmatch(match[0]) and not _CALL.search(_before(match)):
+        return False
     return 8 <= sum(c.isdigit() for c in match[0]) <= 15
 
 

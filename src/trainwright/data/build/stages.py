@@ -65,6 +65,11 @@ def make_stages(spec: Sequence[str | Mapping[str, Any]], work_dir: Path | None =
         for key in settings:
             if key not in known:
                 raise ConfigError(f"unknown setting; {nearest(str(key), known)}", key=f"stages.{name}.{key}")
+        # One name stands for a list of it: a string is a sequence too, of its letters.
+        settings = {
+            k: [v] if isinstance(v, str) and str(known[k].annotation).startswith("Sequence[str]") else v
+            for k, v in settings.items()
+        }
         extra = {"work_dir": work_dir} if "work_dir" in known and work_dir is not None else {}
         try:
             stages.append(STAGES[name](**{**extra, **settings}))

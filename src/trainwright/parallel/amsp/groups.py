@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainwright.parallel.amsp.chain import Chain
+from trainwright.parallel.mesh import groups_within
 
 Members = dict[str, list[list[int]]]
 
@@ -61,8 +62,6 @@ class Groups:
             shape, names = (ranks // chain.states, chain.states), ("amsp_replicate", "amsp_shard")
             if shape[0] == 1:
                 shape, names = shape[1:], names[1:]  # type: ignore[assignment]
-            groups.mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
-            if timeout is not None:
-                for group in groups.mesh.get_all_groups():
-                    dist.distributed_c10d._set_pg_timeout(timeout, group)
+            with groups_within(timeout_s):
+                groups.mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
         return groups

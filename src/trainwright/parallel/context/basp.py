@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -34,10 +34,9 @@ from trainwright.core.errors import ConfigError
 from trainwright.core.registry import register
 from trainwright.models.attention import AttentionPlan, attention, plan_attention
 from trainwright.parallel.context.base import ContextConfig, ContextParallel
+from trainwright.parallel.context.host import on_host
 from trainwright.parallel.context.unified import heads_to_tokens, tokens_to_heads
-
-if TYPE_CHECKING:
-    from trainwright.parallel.mesh import Mesh
+from trainwright.parallel.mesh import Mesh, subgroup
 
 log = logging.getLogger("trainwright")
 
@@ -82,9 +81,9 @@ class Basp(ContextParallel):
     The size that a micro-batch uses travels in its ``doc_ids``, which :meth:`shard` numbers anew.
     """
 
-    def __init__(self, mesh: DeviceMesh, n_heads: int, padding: float = 0.0):
+    def __init__(self, mesh: DeviceMesh, n_heads: int, padding: float = 0.0, multiple_of: int = 1):
         self.size, self.rank = mesh.size(), mesh.get_local_rank()
-        self.n_heads, self.padding = n_heads, padding
+        self.n_heads, self.padding, self.multiple_of = n_heads, padding, multiple_of
         self.sizes = divisors(self.size)
         self.groups = make_groups(mesh, self.sizes)
         self._said: set[str] = set()
@@ -109,12 +108,16 @@ class Basp(ContextParallel):
         return mine
 
     def _padded(self, batch: Batch) -> Batch:
+        """``batch`` with rows that count for nothing: up to ``multiple_of``, which a validation's last batch may miss,
+        and as ``padding`` allows."""
         rows = batch.shape[0]
-        missing = padded_rows(rows, self.size, self.padding) - rows
+        least = -(-rows // self.multiple_of) * self.multiple_of
+        missing = padded_rows(least, self.size, self.padding) - rows
         if not missing:
             return batch
         more = batch._map(lambda t: torch.cat([t, t[:1].expand(missing, *t.shape[1:])]))
-        more.weights[rows:] = 0
+        for t in (more.weights, *more.extras.values()):
+            t[rows:] = 0
         return more
 
     def _check(self, rows: int, length: int, size: int) -> None:
@@ -143,7 +146,7 @@ class Basp(ContextParallel):
     def plan(self, doc_ids: Tensor | None, batch: int, length: int, window: int, device: torch.device) -> BaspPlan:
         if doc_ids is None:
             raise ValueError("the batches of BASP carry doc_ids; give the model those of shard() or micro_batches()")
-        size = self.sizes[int(doc_ids[0, 0]) % len(self.sizes)]
+        size = self.sizes[int(on_host(doc_ids)[0, 0]) % len(self.sizes)]
         if size == 1:
             return BaspPlan(1, None, plan_attention(doc_ids, batch, length, window, device))
         group = self.groups[size]
@@ -180,7 +183,7 @@ def make_groups(mesh: DeviceMesh, sizes: list[int]) -> dict[int, Any]:
                 continue
             for start in range(0, len(members), size):
                 ranks = list(members[start : start + size])
-                group = dist.new_group(ranks)
+                group = subgroup(ranks, whole)
                 if dist.get_rank() in ranks:
                     found[size] = group
     return found
@@ -213,4 +216,4 @@ class BaspConfig(ContextConfig):
                 )
 
     def build(self, mesh: Mesh, n_heads: int) -> ContextParallel:
-        return Basp(cast(DeviceMesh, mesh.submesh("cp")), n_heads, self.padding)
+        return Basp(cast(DeviceMesh, mesh.submesh("cp")), n_heads, self.padding, self.multiple_of)

@@ -10,6 +10,10 @@ A document that is shared is the same micro-batch, by number, of all its ranks; 
 in each micro-batch finds all ranks in the same one. Every rank gets as many micro-batches as the longest list has; what
 fills up is one token of weight 0.
 
+In a pipeline every rank of the group is a column of stages. Which document is whose is planned alike in all stages, so
+that micro-batches of a column cost alike (PP-balance: each column draws from a bucket), and all are filled up to one
+length. Why the exchanges of columns meet under every schedule is said in base.py (``Stages``).
+
 With ``offload`` a document longer than C has a share of its activations in host memory between its forward and its
 backward pass (sppo/offload.py), as much as is copied while its layers are computed, and lies on fewer ranks.
 
@@ -36,7 +40,8 @@ from trainwright.core.distributed import max_over_ranks
 from trainwright.core.errors import ConfigError
 from trainwright.core.registry import register
 from trainwright.parallel.context.base import ContextConfig, ContextParallel
-from trainwright.parallel.context.flashcp import check_limits, one_shape
+from trainwright.parallel.context.flashcp import check_limits
+from trainwright.parallel.context.host import on_host
 from trainwright.parallel.context.pieces import (
     PADDING,
     Document,
@@ -74,9 +79,12 @@ class ByteScale(PieceContext):
         self._stream: Any = None
 
     def plan_step(self, lengths: Sequence[int], capacity: int) -> Plan:
-        """Of all documents of a step."""
+        """Of all documents of a step; in a pipeline with micro-batches of a rank that cost alike (PP-balance)."""
         ratio = None if self.offload is None else functools.partial(self._ratio, capacity)
-        return make_plan(lengths, self.size, capacity, cost=self.cost, ratio=ratio)
+        if self.stages is None:
+            return make_plan(lengths, self.size, capacity, cost=self.cost, ratio=ratio)
+        stages = self.stages.ranks
+        return make_plan(lengths, self.size, capacity, cost=self.cost, balance="pp", stages=stages, one_shape=True)
 
     def _ratio(self, capacity: int, length: int) -> float:
         return 0.0 if self.offload is None or length <= capacity else self.offload(length)
@@ -85,7 +93,7 @@ class ByteScale(PieceContext):
         """Offloads a share of what the layers of a document longer than ``capacity`` save."""
         if self.offload is None or self.capacity is None or not torch.is_grad_enabled():
             return nullcontext()
-        codes = [c for c in torch.unique(micro.doc_ids).tolist() if c != PADDING]
+        codes = [c for c in torch.unique(on_host(micro.doc_ids)).tolist() if c != PADDING]
         ratio = max((self._ratio(self.capacity, decode(c).length) for c in codes), default=0.0)
         if not ratio:
             return nullcontext()
@@ -99,13 +107,17 @@ class ByteScale(PieceContext):
 
     def micro_batches(self, batch: Batch, rows: int) -> list[Batch]:
         """One ``[1, T']`` of this rank for each step of the plan, and as many on all ranks of the run; longer ones than
-        a row lie in several rows. Raises ConfigError where a document does not fit, or ``extras`` are of whole rows."""
+        a row lie in several rows. In a pipeline T' is the largest share that a rank has of any of them. Raises
+        ConfigError where a document does not fit, or ``extras`` are of whole rows."""
         length = batch.tokens.shape[1]
         capacity = self.capacity or math.ceil(min(rows, batch.tokens.shape[0]) * length / self.size)
         lengths, plan = self._planned(batch, capacity)
         mine = {m.step: m for m in plan.of(self.rank)}
         steps = max_over_ranks(plan.steps, batch.tokens.device)
-        return [self._taken(batch, lengths, [mine[s]] if s in mine else []) for s in range(steps)]
+        least = 0
+        if self.stages is not None:
+            steps, least = self.stages.legal(steps), largest_share(plan)
+        return [self._taken(batch, lengths, [mine[s]] if s in mine else [], least) for s in range(steps)]
 
     def shard(self, batch: Batch) -> Batch:
         """All micro-batches of this rank as one."""
@@ -135,8 +147,8 @@ class ByteScale(PieceContext):
         self.same_on_all(plan.digest(), batch.tokens.device)
         return lengths, plan
 
-    def _taken(self, batch: Batch, lengths: Sequence[int], micro: Sequence[MicroBatch]) -> Batch:
-        """This rank's tokens of ``micro``, in rows no longer than those of ``batch``."""
+    def _taken(self, batch: Batch, lengths: Sequence[int], micro: Sequence[MicroBatch], least: int = 0) -> Batch:
+        """This rank's tokens of ``micro``, filled up to ``least``, in rows no longer than those of ``batch``."""
         starts = [0, *itertools.accumulate(lengths)]  # in the rows laid end to end
         held = {k: Document(k, lengths[k], m.first, m.ranks) for m in micro for k in m.sequences}
         slots, codes = [], []
@@ -147,14 +159,25 @@ class ByteScale(PieceContext):
         slots.append(torch.tensor([], dtype=torch.int64))
         codes.append(torch.tensor([], dtype=torch.int64))
         tokens = sum(map(len, slots))
-        rows = max(1, math.ceil(tokens / batch.tokens.shape[1]))
-        shape = rows, max(1, math.ceil(tokens / rows))
+        size = max(tokens, least)
+        rows = max(1, math.ceil(size / batch.tokens.shape[1]))
+        shape = rows, max(1, math.ceil(size / rows))
         filled = []
         for parts, nothing in ((slots, -1), (codes, PADDING)):
             flat = torch.full((math.prod(shape),), nothing)
             flat[:tokens] = torch.cat(parts)
             filled.append(flat.view(shape))
         return taken(batch, *filled)
+
+
+def largest_share(plan: Plan) -> int:
+    """Tokens of the fullest micro-batch on any rank."""
+    most = 0
+    for m in plan.micro_batches:
+        for rank in m.span:
+            held = (Document(k, plan.lengths[k], m.first, m.ranks) for k in m.sequences)
+            most = max(most, sum(len(c) for document in held for c in document.chunks(rank)))
+    return most
 
 
 class OffloadSection(BaseModel):
@@ -227,6 +250,13 @@ class ByteScaleConfig(ContextConfig):
         offload = None if self.offload is None else self.ratio
         return ByteScale(group, self.capacity, cost, keep=self.keep_keys, offload=offload)
 
+    def check_pipeline(self) -> None:
+        if self.offload is not None:
+            raise ConfigError(
+                "does not go with pipelines, which hold micro-batches for as long as their schedule says; leave it "
+                "out, set parallel.pp=1, or use context: sppo",
+                key="parallel.context.offload",
+            )
+
     def build(self, mesh: Mesh, n_heads: int) -> ContextParallel:
-        one_shape(mesh)
         return self.over(cast(DeviceMesh, mesh.submesh("cp")).get_group())

@@ -6,6 +6,7 @@ all-gather where all are cut, nothing where none is. Attention is exact (pieces.
 
 Ranks may hold unequal numbers of tokens, at most (1 + the largest ``slack``) of the mean where a plan allows that; each
 row is filled up with padding of weight 0 to the longest share of any row and rank, so ``[B, T']`` is the same for all.
+In a pipeline it is the longest of the step; why its exchanges meet is said in base.py (``Stages``).
 
 FlashCP: Load-Balanced Communication-Efficient Context Parallelism for LLM Training, arXiv:2606.08476. The paper's text
 was not to be had; what the abstract leaves open (heuristic, unequal shares) is ours and stated in the planner.
@@ -18,7 +19,9 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainwright.core.batch import Batch
@@ -56,9 +59,29 @@ class FlashCP(PieceContext):
 
     def shard(self, batch: Batch) -> Batch:
         """``[B, T']``, see the module. Raises ModelError, on every rank, where ranks made different plans."""
-        plans = self.plans(batch)
-        together = hashlib.blake2b(repr([p.digest() for p in plans]).encode(), digest_size=7).digest()
+        return self.micro_batches(batch, batch.tokens.shape[0])[0]
+
+    def micro_batches(self, batch: Batch, rows: int) -> list[Batch]:
+        """In a pipeline all are as long as the longest of the step. Raises ModelError as :meth:`shard` does."""
+        parts = batch.split(rows)
+        plans = [self.plans(part) for part in parts]
+        together = hashlib.blake2b(repr([[p.digest() for p in part] for part in plans]).encode(), digest_size=7).digest()
         self.same_on_all(int.from_bytes(together, "big"), batch.tokens.device)
+        layouts = [self._layout(part, planned) for part, planned in zip(parts, plans, strict=True)]
+        if self.stages is None:
+            return [taken(part, *layout) for part, layout in zip(parts, layouts, strict=True)]
+        longest = max(slots.shape[1] for slots, _ in layouts)
+        return [
+            taken(
+                part,
+                F.pad(slots, (0, longest - slots.shape[1]), value=-1),
+                F.pad(codes, (0, longest - codes.shape[1]), value=PADDING),
+            )
+            for part, (slots, codes) in zip(parts, layouts, strict=True)
+        ]
+
+    def _layout(self, batch: Batch, plans: Sequence[flashcp.Plan]) -> tuple[Tensor, Tensor]:
+        """Slots and codes ``[B, T']`` of this rank, see :func:`taken`."""
         length = max((max(p.tokens()) for p in plans), default=1)
         slots = torch.full((len(plans), length), -1)
         codes = torch.full((len(plans), length), PADDING)
@@ -76,7 +99,7 @@ class FlashCP(PieceContext):
                 codes[row, at : at + len(span)] = encode(document)
                 at += len(span)
             index += len(plan.lengths)
-        return taken(batch, slots, codes)
+        return slots, codes
 
 
 class CostSection(BaseModel):
@@ -132,7 +155,6 @@ class FlashCPConfig(ContextConfig):
         return FlashCP(group, self.planner, self.keep_keys)
 
     def build(self, mesh: Mesh, n_heads: int) -> ContextParallel:
-        one_shape(mesh)
         return self.over(cast(DeviceMesh, mesh.submesh("cp")).get_group())
 
 
@@ -142,13 +164,3 @@ def check_limits(cp: int, seq_len: int) -> None:
         raise ConfigError(f"should be at most {LONGEST} with this context", key="train.seq_len", value=seq_len)
     if cp > MOST_RANKS:
         raise ConfigError(f"should be at most {MOST_RANKS} with this context", key="parallel.cp", value=cp)
-
-
-def one_shape(mesh: Mesh) -> None:
-    """Raises ConfigError for pipelines, whose stages hand on micro-batches of one shape."""
-    if mesh.degrees.pp > 1:
-        raise ConfigError(
-            "gives every micro-batch a length of its own, and stages of a pipeline hand on one; set pp=1, or use ring",
-            key="parallel.pp",
-            value=mesh.degrees.pp,
-        )

@@ -8,6 +8,9 @@ No deadlock: all ranks compute as many micro-batches in the same order, in each 
 and a group's members issue the same collectives in it. So who waits, waits for ranks in an earlier or the same
 micro-batch, and of these the earliest can always go on. The gradient is the plain one: the loss sums over documents.
 
+In a pipeline the first stage's plan is every stage's, all micro-batches of a step are filled up to one length, and what
+stands above for micro-batches holds for the actions of a schedule (base.py, ``Stages``).
+
 Which degree a micro-batch has travels in ``doc_ids``, with the number of the document; with its own rank that names the
 group. Documents of weight 0 are left out. FlexSP, arXiv:2412.01523.
 """
@@ -15,6 +18,7 @@ group. Documents of weight 0 are left out. FlexSP, arXiv:2412.01523.
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, cast
 
@@ -31,8 +35,9 @@ from trainwright.core.errors import ConfigError
 from trainwright.core.registry import register
 from trainwright.models.attention import AttentionPlan, attention, document_starts, plan_attention
 from trainwright.parallel.context.base import ContextConfig, ContextParallel
+from trainwright.parallel.context.host import on_host
 from trainwright.parallel.context.unified import heads_to_tokens, tokens_to_heads
-from trainwright.parallel.mesh import Mesh
+from trainwright.parallel.mesh import Mesh, subgroup
 from trainwright.planning.flexsp import (
     BANDWIDTH,
     CostModel,
@@ -40,12 +45,13 @@ from trainwright.planning.flexsp import (
     Group,
     MicroPlan,
     Plan,
-    PlanAhead,
     greedy_plan,
     powers_of_two,
 )
+from trainwright.planning.flexsp_ahead import PlanAhead
 
 _NUMBERS = 1 << 24  # documents of a row; the exponent of the degree stands above
+_PADDING = 64  # slots of a document of padding
 
 
 @dataclass(frozen=True)
@@ -70,9 +76,9 @@ def documents(batch: Batch) -> list[Span]:
     ]
 
 
-def part(batch: Batch, spans: list[Span], degree: int, place: int) -> Batch:
+def part(batch: Batch, spans: list[Span], degree: int, place: int, least: int = 1) -> Batch:
     """Of ``spans`` end to end, filled up to a multiple of ``degree``, the ``place``-th of ``degree`` equal
-    shares: ``[1, L / degree]``. Raises ConfigError for extras that are not per token."""
+    shares of ``least`` slots or more: ``[1, L / degree]``. Raises ConfigError for extras that are not per token."""
     shape = batch.tokens.shape
     for name, extra in batch.extras.items():
         if extra.shape[:2] != shape:
@@ -82,7 +88,7 @@ def part(batch: Batch, spans: list[Span], degree: int, place: int) -> Batch:
                 value="flexsp",
             )
     total = sum(s.stop - s.start for s in spans)
-    share = max(1, math.ceil(total / degree))
+    share = max(least, math.ceil(total / degree))
     first, last = place * share, (place + 1) * share
     at = 0
     slots: list[Tensor] = []
@@ -102,9 +108,17 @@ def part(batch: Batch, spans: list[Span], degree: int, place: int) -> Batch:
 
     out = batch._map(take)
     code = (degree.bit_length() - 1) * _NUMBERS
-    ids = torch.cat([*numbers, torch.full((missing,), len(spans), dtype=torch.int32)])
+    # Padding is in short documents, lest it attend as if it were a long one.
+    padding = torch.arange(max(first, total), max(last, total), dtype=torch.int32)[:missing] - total
+    ids = torch.cat([*numbers, len(spans) + padding // _PADDING])
     out.doc_ids = (ids + code).to(device).unsqueeze(0)
     return out
+
+
+def largest_share(plan: Plan, spans: list[Span]) -> int:
+    """Slots of a rank in the fullest group of any micro-batch."""
+    groups = [g for m in plan.micro_batches for g in m.groups]
+    return max([1, *(-(-sum(spans[i].stop - spans[i].start for i in g.sequences) // g.degree) for g in groups)])
 
 
 @dataclass
@@ -129,6 +143,7 @@ class FlexSPContext(ContextParallel):
         self.degrees = settings.degrees(size, n_heads)
         self.ahead: PlanAhead | None = None
         self.last: Plan | None = None  # of the newest step, for logs and tests
+        self.waited = 0.0  # seconds that the newest step waited for its plan
 
     # -- plans --
 
@@ -140,18 +155,39 @@ class FlexSPContext(ContextParallel):
             cap = max(math.ceil(rows * length / self.size), math.ceil(length / largest))
         return self.settings.planner(self.size, cap, self.degrees)
 
+    @property
+    def plans(self) -> bool:
+        """Whether this rank plans for the others: the first of the group, in a pipeline of the first stage's."""
+        return self.rank == 0 and (self.stages is None or dist.get_rank(self.stages.group) == 0)
+
+    @property
+    def plans_ahead(self) -> bool:
+        """Whether :meth:`plan_ahead` should be told of the next batch while a step runs; the same on all ranks."""
+        wanted = self.settings.plan_ahead
+        return self.settings.method == "milp" if wanted is None else wanted
+
+    def figures(self) -> dict[str, float]:
+        return {"plan_wait": self.waited}
+
     def plan_ahead(self, batch: Batch, rows: int) -> None:
         """Start planning a batch that comes later, on another process; :meth:`micro_batches` takes what it finds."""
-        if self.rank:
+        if not self.plans:
             return
         if self.ahead is None:
             self.ahead = PlanAhead(self.planner_of(batch, rows))
         self.ahead.submit([s.stop - s.start for s in documents(batch)])
 
+    def close(self) -> None:
+        """End the process that plans ahead."""
+        if self.ahead is not None:
+            self.ahead.close()
+            self.ahead = None
+
     def _plan(self, batch: Batch, rows: int, lengths: list[int]) -> Plan:
         """Of the first rank, for all: a solver that ran out of time need not find the same twice."""
         found: list[Any] = [None]
-        if self.rank == 0:
+        started = time.perf_counter()
+        if self.plans:
             try:
                 planner = self.planner_of(batch, rows)
                 if self.ahead is not None and self.ahead.planner == planner:
@@ -160,9 +196,12 @@ class FlexSPContext(ContextParallel):
                     found = [planner.plan(lengths)]
             except ValueError as error:  # the others wait for an answer
                 found = [error]
+        if self.stages is not None and self.rank == 0:
+            dist.broadcast_object_list(found, group_src=0, group=self.stages.group)
         if self.size > 1:
             group = self.groups[self.size]
             dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
+        self.waited = time.perf_counter() - started
         if isinstance(found[0], ValueError):
             raise ConfigError(str(found[0]), key="parallel.context", value="flexsp") from found[0]
         return cast(Plan, found[0])
@@ -175,11 +214,14 @@ class FlexSPContext(ContextParallel):
         wanted = len(mine)
         if dist.is_initialized() and dist.get_world_size() > self.size:  # other rows, perhaps more micro-batches
             wanted = max_over_ranks(wanted, batch.tokens.device)
+        least = 1
+        if self.stages is not None:
+            wanted, least = self.stages.legal(wanted), largest_share(plan, spans)
         mine += [Group(1, self.rank, ())] * (max(wanted, 1) - len(mine))
-        return [self._of_group(batch, spans, group) for group in mine]
+        return [self._of_group(batch, spans, group, least) for group in mine]
 
-    def _of_group(self, batch: Batch, spans: list[Span], group: Group) -> Batch:
-        return part(batch, [spans[i] for i in group.sequences], group.degree, self.rank - group.first)
+    def _of_group(self, batch: Batch, spans: list[Span], group: Group, least: int = 1) -> Batch:
+        return part(batch, [spans[i] for i in group.sequences], group.degree, self.rank - group.first, least)
 
     def shard(self, batch: Batch) -> Batch:
         """All of ``batch`` at once, in groups of the largest degree: for evaluation, whose batches are small."""
@@ -193,7 +235,7 @@ class FlexSPContext(ContextParallel):
     def plan(self, doc_ids: Tensor | None, batch: int, length: int, window: int, device: torch.device) -> FlexPlan:
         if doc_ids is None:
             raise ValueError("the batches of FlexSP carry doc_ids; give the model those of shard() or micro_batches()")
-        degree = 1 << (int(doc_ids[0, 0]) // _NUMBERS)
+        degree = 1 << (int(on_host(doc_ids)[0, 0]) // _NUMBERS)
         if degree == 1:
             return FlexPlan(None, 1, plan_attention(doc_ids, batch, length, window, device))
         group = self.groups[degree]
@@ -232,7 +274,7 @@ def make_groups(mesh: DeviceMesh, degrees: list[int]) -> dict[int, Any]:
             if len(places) == 1 or len(places) == len(members) or len(places) not in degrees:
                 continue
             ranks = [members[p] for p in places]
-            group = dist.new_group(ranks)
+            group = subgroup(ranks, whole)
             if dist.get_rank() in ranks:
                 found[len(places)] = group
     return found
@@ -258,6 +300,10 @@ class FlexSPConfig(ContextConfig):
         "layouts",
         description="milp: the paper's program (HiGHS), up to seconds a micro-batch; layouts: a greedy over all mixes, "
         "within 1 % of it in milliseconds.",
+    )
+    plan_ahead: bool | None = Field(
+        None,
+        description="Plan the next step on a process of its own while this one runs; null: where method is milp.",
     )
     seconds: PositiveFloat = Field(5.0, description="When the program of a micro-batch stops with the best so far.")
 

@@ -8,7 +8,8 @@ hold a later chunk of the same document (within the window). It lays what comes 
     queries  piece a:b sees keys 0:a all, then itself causally
 
 so that every pair of pieces is one call of the kernel without a mask. Its own part is computed while the keys are under
-way. Backward, the gradients of received keys and values go back to where they came from.
+way. Backward, the gradients of received keys and values go back to where they came from. Sums are kept in float32
+(float64 for float64) and rounded once; so is what goes back, as it is sent.
 
 Which piece a slot belongs to travels in ``doc_ids``, as one number per document: what :func:`encode` makes. Every rank
 of a document knows from it what all others hold, so nothing is asked for and nothing waits but for keys.
@@ -28,7 +29,8 @@ from trainwright.core.batch import Batch
 from trainwright.core.distributed import all_gather_single
 from trainwright.core.errors import ConfigError, ModelError
 from trainwright.parallel.context.base import ContextParallel
-from trainwright.parallel.context.ring_attention import Pair, _merge, _wait, block_backward, block_forward
+from trainwright.parallel.context.host import moved, on_host
+from trainwright.parallel.context.ring_attention import Pair, _merge, _wait, block_backward, block_forward, wider
 from trainwright.planning.flashcp import chunks_of
 
 PADDING = -1  # doc_ids of slots that hold nothing
@@ -83,11 +85,11 @@ class PiecePlan:
     receive: list[tuple[int, Tensor]] = field(default_factory=list)  # rank of the group, places
 
     def to(self, device: torch.device) -> PiecePlan:
-        def moved(items: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
-            return [(rank, t.to(device)) for rank, t in items]
+        def all_moved(items: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
+            return [(rank, moved(t, device)) for rank, t in items]
 
-        own = None if self.own is None else (self.own[0].to(device), self.own[1].to(device))
-        return PiecePlan(self.early, self.late, self.size, own, moved(self.send), moved(self.receive))
+        own = None if self.own is None else (moved(self.own[0], device), moved(self.own[1], device))
+        return PiecePlan(self.early, self.late, self.size, own, all_moved(self.send), all_moved(self.receive))
 
 
 def piece_plan(codes: Sequence[int], counts: Sequence[int], rank: int, window: int, device: torch.device) -> PiecePlan:
@@ -174,8 +176,9 @@ def _pair(q: slice, k: slice, queries: range, keys: range, window: int, device: 
     same = queries == keys
     if not window or queries.stop - 1 - keys.start < window:
         return Pair(q, k, causal=same)
-    back = torch.arange(queries.start, queries.stop)[:, None] - torch.arange(keys.start, keys.stop)
-    return Pair(q, k, mask=((back >= 0) & (back < window))[None, None].to(device))
+    here, there = (torch.arange(r.start, r.stop, device=device) for r in (queries, keys))
+    back = here[:, None] - there
+    return Pair(q, k, mask=((back >= 0) & (back < window))[None, None])
 
 
 class Exchange:
@@ -212,8 +215,9 @@ class PieceAttention(torch.autograd.Function):
         q = _laid(q)  # [1, H, B * T, hd]
         kv = torch.cat([_laid(k), _laid(v)])  # [2, Hkv, B * T, hd]
         arriving = _start_keys(kv, plan, exchange)
-        out: Tensor = torch.zeros_like(q)
-        lse = q.new_full(q.shape[:-1], float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32))
+        wide = wider(q.dtype)
+        out: Tensor = torch.zeros_like(q, dtype=wide)
+        lse = q.new_full(q.shape[:-1], float("-inf"), dtype=wide)
         for pair in plan.early:  # the first, and for whole documents the only, keys of these queries
             here, sums = block_forward(q[:, :, pair.q], *_keys(kv, pair), pair, ctx.scale)
             out[:, :, pair.q], lse[:, :, pair.q] = here, sums
@@ -221,6 +225,7 @@ class PieceAttention(torch.autograd.Function):
         for pair in plan.late:
             here, sums = block_forward(q[:, :, pair.q], *_keys(buffer, pair), pair, ctx.scale)
             _merge(out[:, :, pair.q], lse[:, :, pair.q], here, sums)
+        out = out.to(q.dtype)
         ctx.save_for_backward(q, kv, buffer if keep else None, out, lse)
         return out.transpose(1, 2).reshape(shape)
 
@@ -233,10 +238,10 @@ class PieceAttention(torch.autograd.Function):
         if buffer is None:
             buffer = _laid_in_order(kv, plan, *_start_keys(kv, plan, exchange))
         lse = lse.masked_fill(lse == float("-inf"), 0.0)  # padding sees nothing; any finite sum gives gradient 0
-        dq, dkv, dbuffer = torch.zeros_like(q), torch.zeros_like(kv), torch.zeros_like(buffer)
+        dq, dkv, dbuffer = (torch.zeros_like(x, dtype=wider(x.dtype)) for x in (q, kv, buffer))
         for pairs, keys, dkeys in ((plan.late, buffer, dbuffer), (plan.early, kv, dkv)):
             if pairs is plan.early:
-                received, works = _start_gradients(dbuffer, plan, exchange)
+                received, works = _start_gradients(dbuffer.to(kv.dtype), plan, exchange)
             for pair in pairs:
                 gq, gk, gv = block_backward(
                     grad[:, :, pair.q], q[:, :, pair.q], *_keys(keys, pair), out[:, :, pair.q], lse[:, :, pair.q],
@@ -247,10 +252,11 @@ class PieceAttention(torch.autograd.Function):
                 dkeys[1:, :, pair.k] += gv
         _wait(works)
         for (_, slots), part in zip(plan.send, received, strict=True):
-            dkv.index_add_(2, slots, part)
+            dkv.index_add_(2, slots, part.to(dkv.dtype))
         if plan.own is not None:
             dkv.index_add_(2, plan.own[0], dbuffer.index_select(2, plan.own[1]))
-        dk, dv = dkv.split(1)
+        dk, dv = dkv.to(kv.dtype).split(1)
+        dq = dq.to(q.dtype)
         return (*(g.transpose(1, 2).unflatten(1, rows).squeeze(0) for g in (dq, dk, dv)), None, None, None)
 
 
@@ -302,10 +308,10 @@ class PieceContext(ContextParallel):
         return self
 
     def plan(self, doc_ids: Tensor | None, batch: int, length: int, window: int, device: torch.device) -> PiecePlan:
-        """Needs the values of ``doc_ids`` on the host: on a GPU this waits for them, once a forward pass and window."""
+        """Reads ``doc_ids`` on the host; see host.py."""
         if doc_ids is None:
             raise ModelError("this way of spreading tokens needs the doc_ids of its shard, and got none")
-        codes, counts = torch.unique_consecutive(doc_ids.flatten().cpu(), return_counts=True)
+        codes, counts = torch.unique_consecutive(on_host(doc_ids).flatten(), return_counts=True)
         return piece_plan(codes.tolist(), counts.tolist(), self.rank, window, device)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: PiecePlan) -> Tensor:
@@ -313,18 +319,35 @@ class PieceContext(ContextParallel):
         return cast(Tensor, PieceAttention.apply(q, k, v, plan, self.exchange, self.keep))
 
     def same_on_all(self, digest: int, device: torch.device) -> None:
-        """Raises ModelError on every rank where ranks made different plans: they would wait for each other for ever."""
+        """Raises ModelError on every rank where ranks made different plans: they would wait for each other for ever.
+        Of a pipeline, on every rank of the columns that meet in a context group."""
         if self.exchange is None:
             return
-        digests = torch.empty(self.size, dtype=torch.int64, device=device)
-        all_gather_single(digests, torch.tensor([digest], device=device), self.exchange.group)
-        found = digests.tolist()
-        if len(set(found)) > 1:
-            first = next(r for r, d in enumerate(found) if d != found[0])
+        found = _digests(digest, self.size, self.exchange.group, device)
+        first = _other(found)
+        where = f"ranks 0 and {first} of the context group" if first else ""
+        if self.stages is not None and self.stages.group is not None:
+            # The other stages are told, who would wait for this one.
+            found = _digests(-1 if first else digest, self.stages.ranks, self.stages.group, device)
+            if not where and _other(found):
+                where = f"stages 0 and {_other(found)} of the pipeline"
+            elif not where and -1 in found:
+                where = "ranks of the context groups"
+        if where:
             raise ModelError(
-                f"ranks 0 and {first} of the context group plan different layouts of the same rows; they need the same "
-                "rows, settings and version"
+                f"{where} plan different layouts of the same rows; they need the same rows, settings and version"
             )
+
+
+def _digests(mine: int, ranks: int, group: Any, device: torch.device) -> list[int]:
+    every = torch.empty(ranks, dtype=torch.int64, device=device)
+    all_gather_single(every, torch.tensor([mine], device=device), group)
+    return cast(list[int], every.tolist())
+
+
+def _other(digests: Sequence[int]) -> int:
+    """The first place that has another one than place 0; 0: none has."""
+    return next((r for r, d in enumerate(digests) if d != digests[0]), 0)
 
 
 def taken(batch: Batch, slots: Tensor, codes: Tensor) -> Batch:

@@ -6,7 +6,8 @@ i - s - 1 arrive; the partial results are merged by their log-sum-exps:
     o = sum_s exp(lse_s - lse) o_s,   lse = log sum_s exp(lse_s)
 
 The backward pass goes round once more with the gradients of keys and values: with the final ``o`` and ``lse`` each
-step's gradients are those of the whole softmax. Ring Attention, arXiv:2310.01889; the slots are dealt out in zig-zag
+step's gradients are those of the whole softmax. Sums over steps are kept, and gradients travel, in float32 (float64 for
+float64) and are rounded once, so that a longer ring is no coarser. Ring Attention, arXiv:2310.01889; the slots are dealt out in zig-zag
 (i and 2n - 1 - i of 2n pieces), so that causal attention is the same work on every rank.
 
 A pair of pieces without a visible pair of tokens (the keys come later, or no document lies in both) costs nothing.
@@ -45,7 +46,8 @@ class RingPlan:
 
 
 def block_forward(q: Tensor, k: Tensor, v: Tensor, pair: Pair, scale: float) -> tuple[Tensor, Tensor]:
-    """``q [B, H, Tq, hd]`` over ``k, v [B, Hkv, Tk, hd]`` -> output and log-sum-exp ``[B, H, Tq]``.
+    """``q [B, H, Tq, hd]`` over ``k, v [B, Hkv, Tk, hd]`` -> output, in the dtype it was computed in, and log-sum-exp
+    ``[B, H, Tq]``.
 
     Queries that see nothing here give 0 and -inf."""
     if q.device.type == "cpu" and not PLAIN:
@@ -59,13 +61,13 @@ def block_forward(q: Tensor, k: Tensor, v: Tensor, pair: Pair, scale: float) -> 
     lse = scores.logsumexp(-1)  # [B, Hkv, G, Tq]
     p = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
     out = torch.einsum("bhgqk,bhkd->bhgqd", p, v.to(p.dtype))
-    return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
+    return out.flatten(1, 2), lse.flatten(1, 2)
 
 
 def block_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pair: Pair, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of one pair, given the final ``out`` and ``lse`` of its queries."""
+    """Gradients of one pair, in the dtype they were computed in, given the final ``out`` and ``lse`` of its queries."""
     if q.device.type == "cpu" and not PLAIN:
         bias = None if pair.mask is None else _bias(pair.mask, q.dtype)
         found: tuple[Tensor, Tensor, Tensor] = _cpu_backward(
@@ -80,17 +82,22 @@ def block_backward(
     ds = p * (dp - (g * o).sum(-1, keepdim=True)) * scale
     dq = torch.einsum("bhgqk,bhkd->bhgqd", ds, k.to(p.dtype)).flatten(1, 2)
     dk = torch.einsum("bhgqk,bhgqd->bhkd", ds, x)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return dq, dk, dv
 
 
 def _scores(q: Tensor, k: Tensor, pair: Pair, scale: float) -> Tensor:
     """``[B, Hkv, G, Tq, Tk]`` in at least float32, -inf where the query does not see the key."""
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = wider(q.dtype)
     scores = torch.einsum("bhgqd,bhkd->bhgqk", q.unflatten(1, (k.shape[1], -1)).to(wide), k.to(wide)) * scale
     mask = pair.mask
     if pair.causal:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()[None, None]
     return scores if mask is None else scores.masked_fill(~mask.unsqueeze(1), float("-inf"))
+
+
+def wider(dtype: torch.dtype) -> torch.dtype:
+    """What sums over several pairs are kept in."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -140,8 +147,9 @@ class RingAttention(torch.autograd.Function):
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, plan: RingPlan, ring: Ring, scale: float) -> tuple[Tensor, Tensor]:
-    out: Tensor = torch.zeros_like(q)
-    lse = q.new_full(q.shape[:-1], float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32))
+    wide = wider(q.dtype)
+    out: Tensor = torch.zeros_like(q, dtype=wide)
+    lse = q.new_full(q.shape[:-1], float("-inf"), dtype=wide)
     held = [k, v]
     for step in range(ring.size):
         works: list[Any] = []
@@ -153,16 +161,15 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, plan: RingPlan, ring: Ring, scale:
         _wait(works)
         if works:
             held = arriving
-    return out, lse
+    return out.to(q.dtype), lse
 
 
 def _merge(out: Tensor, lse: Tensor, here: Tensor, sums: Tensor) -> None:
-    """Add a partial result to ``out, lse``, in place."""
+    """Add a partial result to ``out, lse``, in place; ``here`` may be narrower."""
     total = torch.logaddexp(lse, sums)
-    for value, part in ((out, lse), (here, sums)):
-        factor = (part - total).exp().nan_to_num(0.0)  # -inf - -inf: nothing seen yet
-        value.mul_(factor.unsqueeze(-1).to(value.dtype))
-    out.add_(here)
+    # -inf - -inf: nothing seen yet
+    before, added = ((part - total).exp().nan_to_num(0.0).unsqueeze(-1) for part in (lse, sums))
+    out.mul_(before).addcmul_(here.to(out.dtype), added.to(out.dtype))
     lse.copy_(total)
 
 
@@ -177,10 +184,11 @@ def _backward(
     ring: Ring,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq = torch.zeros_like(q)
+    wide = wider(q.dtype)
+    dq = torch.zeros_like(q, dtype=wide)
     held = [k, v]
     # Gradients of the keys at hand; they travel with them, and once more at the end, to where the keys are at home.
-    carried = [torch.zeros_like(k), torch.zeros_like(v)]
+    carried = [torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)]
     # A query that sees nothing anywhere (padding) has no sum; any finite one gives it the gradient 0.
     lse = lse.masked_fill(lse == float("-inf"), 0.0)
     for step in range(ring.size):
@@ -201,4 +209,4 @@ def _backward(
         _wait(works)
         if works:
             held = arriving
-    return dq, carried[0], carried[1]
+    return dq.to(q.dtype), carried[0].to(k.dtype), carried[1].to(v.dtype)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,9 @@ from trainwright.core.errors import ConfigError
 from trainwright.core.registry import register
 from trainwright.models.attention import attention, plan_attention
 from trainwright.parallel.context.base import ContextConfig, ContextParallel
+from trainwright.parallel.context.host import keep, kept, moved
 from trainwright.parallel.context.ring_attention import Pair, Ring, RingAttention, RingPlan
-from trainwright.parallel.mesh import Mesh
+from trainwright.parallel.mesh import Mesh, subgroup
 
 
 class _AllToAll(torch.autograd.Function):
@@ -104,7 +105,10 @@ class UnifiedContext(ContextParallel):
         def cut(t: Tensor) -> Tensor:
             return t.index_select(1, slots) if t.ndim > 1 and t.shape[1] == length else t
 
-        return batch._map(cut)
+        part = batch._map(cut)
+        if batch.doc_ids.device.type == "cpu":
+            keep(part.doc_ids, batch.doc_ids)
+        return part
 
     # -- attention --
 
@@ -112,24 +116,29 @@ class UnifiedContext(ContextParallel):
         total = length * self.size
         runs = None if doc_ids is None else self._runs(doc_ids, total)
         if self.ring is None:
+            runs = None if runs is None or _one_document(runs) else moved(runs, device)
             return RingPlan(local=plan_attention(runs, batch, total, window, device))
         window = 0 if window >= total else window
         own = self.pieces(self.place, total)
         plan = RingPlan()
         for step in range(self.places):
             other = self.pieces((self.place - step) % self.places, total)
-            pairs = [_pair(i, a, j, b, runs, window) for i, a in enumerate(own) for j, b in enumerate(other)]
+            pairs = [_pair(i, a, j, b, runs, window, device) for i, a in enumerate(own) for j, b in enumerate(other)]
             plan.pairs.append([p for p in pairs if p is not None])
         return plan
 
     def _runs(self, doc_ids: Tensor, total: int) -> Tensor:
-        """Of whole rows, numbers of the documents that never come back: ``[B, T]`` from each rank's ``[B, T / n]``."""
+        """Of whole rows, numbers of the documents that never come back: ``[B, T]``. Those of :meth:`shard` are known on
+        the host; else they are gathered from each rank's ``[B, T / n]``."""
+        whole = kept(doc_ids)
+        if whole is not None and whole.shape[1] == total:
+            return _numbered(whole)
         gathered = doc_ids.new_empty(self.size * doc_ids.shape[0], doc_ids.shape[1])
         all_gather_single(gathered, doc_ids.contiguous(), self.group)
         row = doc_ids.new_empty(doc_ids.shape[0], total)
         slots = torch.cat([self.slots(rank, total) for rank in range(self.size)]).to(doc_ids.device)
         row[:, slots] = gathered.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1, 2)
-        return F.pad((row[:, 1:] != row[:, :-1]).cumsum(1, dtype=torch.int32), (1, 0))
+        return _numbered(row)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: RingPlan) -> Tensor:
         q, k = q.to(v.dtype), k.to(v.dtype)
@@ -156,24 +165,44 @@ def _subgroups(mesh: DeviceMesh, ranks: list[int], ulysses: int) -> tuple[Any, A
     for members in sorted({tuple(m) for m in every}):
         rows = [list(members[i : i + ulysses]) for i in range(0, len(members), ulysses)]
         columns = [list(members[i::ulysses]) for i in range(ulysses)]
-        heads = [dist.new_group(r) for r in rows]
-        rings = [dist.new_group(c) for c in columns]
+        heads = [subgroup(r, mesh.get_group()) for r in rows]
+        rings = [subgroup(c, mesh.get_group()) for c in columns]
         if dist.get_rank() in members:
             i = members.index(dist.get_rank())
             found = heads[i // ulysses], rings[i % ulysses]
     return found
 
 
-def _pair(i: int, a: range, j: int, b: range, runs: Tensor | None, window: int) -> Pair | None:
-    """Own piece ``a`` (the i-th) over piece ``b`` (the other's j-th); None where no query sees a key."""
+def _numbered(doc_ids: Tensor) -> Tensor:
+    """A change of id ends a document even where the id comes back later in the row: numbers that only grow."""
+    return F.pad((doc_ids[:, 1:] != doc_ids[:, :-1]).cumsum(1, dtype=torch.int32), (1, 0))
+
+
+def _one_document(runs: Tensor) -> bool:
+    """Whether each row is one; not known of what is not on the host."""
+    return runs.device.type == "cpu" and not bool(runs[:, -1].any())
+
+
+def _pair(
+    i: int, a: range, j: int, b: range, runs: Tensor | None, window: int, device: torch.device | None = None
+) -> Pair | None:
+    """Own piece ``a`` (the i-th) over piece ``b`` (the other's j-th); None where no query sees a key. A mask is made, on
+    ``device`` (None: that of ``runs``), only where some pairs are visible and others not."""
     if b.start > a.start or (window and a.start - (b.stop - 1) >= window):
         return None
     size = len(a)
     pair = Pair(slice(i * size, (i + 1) * size), slice(j * size, (j + 1) * size), causal=a.start == b.start)
     inside = not window or a.stop - 1 - b.start < window
+    if runs is not None and runs.device.type == "cpu":  # elsewhere looking would wait for the device
+        # Numbers of documents only grow: the nearest pair of tokens is the last to be parted, the farthest the first.
+        if b.start < a.start and not bool((runs[:, a.start] == runs[:, b.stop - 1]).any()):
+            return None
+        if bool((runs[:, a.stop - 1] == runs[:, b.start]).all()):
+            runs = None
     if runs is None and inside:
         return pair
-    device = torch.device("cpu") if runs is None else runs.device
+    if device is None:
+        device = torch.device("cpu") if runs is None else runs.device
     queries = torch.arange(a.start, a.stop, device=device)[:, None]
     keys = torch.arange(b.start, b.stop, device=device)
     seen = queries >= keys
@@ -181,19 +210,16 @@ def _pair(i: int, a: range, j: int, b: range, runs: Tensor | None, window: int) 
         seen = seen & (queries - keys < window)
     mask = seen[None]
     if runs is not None:
-        same = runs[:, a.start : a.stop, None] == runs[:, None, b.start : b.stop]
-        mask = mask & same
-    if mask.device.type == "cpu":  # elsewhere looking would wait for the device
-        if not bool(mask.any()):
-            return None
-        if bool((mask == seen).all()) and inside:
-            return pair
+        of_queries, of_keys = (moved(runs[:, r.start : r.stop], device) for r in (a, b))
+        mask = mask & (of_queries[:, :, None] == of_keys[:, None, :])
     pair.causal, pair.mask = False, mask.unsqueeze(1)
     return pair
 
 
 class _Spread(ContextConfig):
     """What the three have in common."""
+
+    by_rows: ClassVar[bool] = True
 
     @abstractmethod
     def ulysses_of(self, cp: int, n_heads: int) -> int:

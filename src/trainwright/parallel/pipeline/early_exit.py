@@ -10,7 +10,8 @@ which by the chain rule is the gradient of the whole loss; what it hands back is
 included. The logits of an exit are made when its micro-batch goes backward: one ``[b T, V]`` (here: one chunk of it) is
 alive, not one for each micro-batch under way. The exit goes backward first, down to the stream, and its gradient there
 joins g_k, so that layers are gone through once. Exits that share the unembedding (tied) hold it on each of their ranks,
-which add their gradients up with that of the last stage, and of the first where it is the embedding.
+which add their gradients up with that of the last stage, and of the first where it is the embedding. Tensor parallelism
+cuts exits as it cuts the rest (parallel/tensor.py); its ranks go through them, and add up, in the same order.
 
 **Bubble filling.** While stage r waits for the first gradient, beta (P - r - 1) - r units of a forward pass are idle:
 it takes further micro-batches through the first stages alone (forward, and backward from their exits). At the end

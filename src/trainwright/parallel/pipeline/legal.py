@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -13,6 +14,9 @@ from trainwright.parallel.pipeline.layout import stage_layers
 
 # Optimizers that compare parameters with each other, of which a stage sees only its own.
 _COMPARING = {"llr": "spreads rates over the layers by comparing them all"}
+
+# Ways of spreading documents that choose the number of micro-batches by the schedule.
+_COUNTING = ("bytescale", "flexsp")
 
 
 def check_schedule(section: PipelineSection, pp: int) -> None:
@@ -44,6 +48,26 @@ def check_micro_batches(section: PipelineSection, pp: int, count: int) -> None:
     )
 
 
+def check_pipeline(degrees: Degrees, parallel: Any, count: int) -> None:
+    """Raises ConfigError where the schedule of a ParallelConfig does not take ``count`` micro-batches a step."""
+    check_schedule(parallel.pipeline, degrees.pp)
+    context = getattr(parallel, "context", None)
+    name = None if context is None else context.name
+    # What follows the documents makes as many as the schedule takes.
+    if name != "sppo" and not (degrees.cp > 1 and name in _COUNTING):
+        check_micro_batches(parallel.pipeline, degrees.pp, count)
+
+
+def legal_micro_batches(section: PipelineSection, pp: int, count: int) -> int:
+    """The least number of micro-batches from ``count`` on that :func:`check_micro_batches` lets through."""
+    count = max(1, count)
+    if section.schedule == "1f1b":
+        return max(count, pp)
+    if section.schedule == "interleaved":
+        return next(n for n in itertools.count(count) if n % max(1, n // pp) == 0)
+    return count
+
+
 def check_recipe(degrees: Degrees, config: Any, rows: int, micro_batch_size: int) -> None:
     """Raises ConfigError for parts of a recipe that do not go with ``parallel.pp``.
 
@@ -52,9 +76,7 @@ def check_recipe(degrees: Degrees, config: Any, rows: int, micro_batch_size: int
     micro_batch_size  rows
     """
     section: PipelineSection = config.parallel.pipeline
-    check_schedule(section, degrees.pp)
-    if getattr(config.parallel, "context", None) is None or config.parallel.context.name != "sppo":
-        check_micro_batches(section, degrees.pp, math.ceil(rows / micro_batch_size))
+    check_pipeline(degrees, config.parallel, math.ceil(rows / micro_batch_size))
     if config.data.batcher.regroups:
         raise ConfigError(
             "makes micro-batches of different shapes, and a pipeline passes on one shape; use another batcher",
@@ -102,11 +124,20 @@ def check_early_exits(
             "transforms.early_exit is for our own decoder; load the weights with model: {name: pretrained}"
         )
     settings = spec.settings(arch.n_layers)
-    if degrees.tp > 1:
+    if getattr(config.parallel, "tensor", None) is not None:
         raise ConfigError(
-            "cuts the layers that early exits stand between, and does not know these; set 1, or use pp or dp_shard",
-            key="parallel.tp",
-            value=degrees.tp,
+            "has sums under way between blocks, where early exits look at the stream; leave it out (tp alone goes with "
+            "them), or transforms.early_exit",
+            key="parallel.tensor",
+            value=config.parallel.tensor.name,
+        )
+    width = arch.ffn_dim or arch.moe_ffn_dim
+    if spec.mlp and width % degrees.tp:
+        raise ConfigError(
+            f"gives each exit a feed-forward of width {width}, which parallel.tp={degrees.tp} does not divide; set "
+            "false, or another tp",
+            key="transforms.early_exit.mlp",
+            value=True,
         )
     if degrees.pp == 1:
         return
@@ -116,6 +147,14 @@ def check_early_exits(
             "one stage a rank; use 1f1b",
             key="parallel.pipeline.schedule",
             value=section.schedule,
+        )
+    context = getattr(config.parallel, "context", None)
+    if fills and degrees.cp > 1 and context is not None and context.name in _COUNTING:
+        raise ConfigError(
+            "makes as many micro-batches as the documents ask for, and which of them fill bubbles is settled before "
+            "the start; set parallel.pipeline.fill_warmup and fill_cooldown to 0, or use flashcp",
+            key="parallel.context",
+            value=context.name,
         )
     count = math.ceil(rows / micro_batch_size)
     exits = exits_by_stage(settings.positions, stage_layers(arch.n_layers, degrees.pp, section.layers))

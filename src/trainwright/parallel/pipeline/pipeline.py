@@ -25,6 +25,7 @@ from trainwright.core.divided import Division
 from trainwright.core.errors import TrainwrightError
 from trainwright.objectives.base import Loss, Objective
 from trainwright.parallel.config import PipelineSection
+from trainwright.parallel.context.host import split
 from trainwright.parallel.pipeline.early_exit import ExitStage, FilledSchedule, TiedStages
 from trainwright.parallel.pipeline.fill import (
     FillPlan,
@@ -90,6 +91,7 @@ class Pipeline:
                 elsewhere = frozenset([id(shared.weight)] if shared is not None and self.rank != holders[0] else [])
         self.division = Division(group, elsewhere)
         self._schedule: tuple[Any, Any] | None = None  # its key, and it: buffers are kept from step to step
+        self._names: tuple[Objective, list[str]] | None = None  # of the figures of an objective
 
     # -- a training step ----------------------------------------------------------------------------------------
 
@@ -131,12 +133,24 @@ class Pipeline:
             total, metrics = total * factors.finals, {n: v * factors.finals for n, v in metrics.items()}
             early, figures = early * factors.seen, {n: v * factors.seen for n, v in figures.items()}
         total, metrics = total + early, metrics | figures
-        # All ranks have to know the names: the figures are added up over all of them.
-        settings = self.model.exit_settings
-        names: list[Any] = [[*metrics, *(n for n in (settings.names() if settings else []) if n not in metrics)]]
-        dist.broadcast_object_list(names, group_src=self.last, group=self.group, device=torch.device("cpu"))
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        return total, {name: metrics.get(name, zero) for name in names[0]}
+        return total, {name: metrics.get(name, zero) for name in self._figures(objective, metrics)}
+
+    def _figures(self, objective: Objective, metrics: dict[str, Tensor]) -> list[str]:
+        """Names of the objective's figures, which all ranks have to know to add them up: those of its first step."""
+        if self._names is None or self._names[0] is not objective:
+            settings = self.model.exit_settings
+            names: list[Any] = [[*metrics, *(n for n in (settings.names() if settings else []) if n not in metrics)]]
+            dist.broadcast_object_list(names, group_src=self.last, group=self.group, device=torch.device("cpu"))
+            self._names = objective, names[0]
+        found = self._names[1]
+        new = [name for name in metrics if name not in found]
+        if new:
+            raise TrainwrightError(
+                f"the objective logs {', '.join(new)} and did not in its first step; the other stages of a pipeline "
+                "know of that step's figures only"
+            )
+        return found
 
     def _build(self, micro_batches: list[Batch], inverse: Tensor) -> Any:
         rows, length = micro_batches[0].tokens.shape
@@ -203,14 +217,17 @@ class Pipeline:
     # -- validation ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def forward_only(self, objective: Objective, batch: Batch, precision: Any) -> Loss:
+    def forward_only(self, objective: Objective, batch: Batch, precision: Any, by_rows: bool = True) -> Loss:
         """The loss of a batch without gradients. A collective: sum and metrics are 0, or missing, on ranks other than
-        the last stage's, the weight is there on all."""
+        the last stage's, the weight is there on all.
+
+        by_rows  rows may be taken apart: the ranks of a context group have the same ones"""
         if self._tied is not None:
             self._tied.refresh()
         # One behind the other through the ranks, which keeps them busy; where a rank has several stages, the first
         # micro-batch would meet itself.
-        pieces = batch.split(-(-batch.tokens.shape[0] // self.pp)) if len(self.stages) == 1 else [batch]
+        apart = by_rows and len(self.stages) == 1
+        pieces = split(batch, -(-batch.tokens.shape[0] // self.pp)) if apart else [batch]
         work = self._work(objective, pieces, precision)
         sent: list[Any] = []
         try:

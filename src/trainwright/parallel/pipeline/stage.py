@@ -24,6 +24,8 @@ from trainwright.models.decoder import Decoder, head_logits
 from trainwright.models.early_exit import EarlyExits, Exit
 from trainwright.models.moe import MoE, load_metrics
 from trainwright.objectives.base import Loss, Objective
+from trainwright.parallel.domino import Stream, join
+from trainwright.parallel.domino_decoder import domino_of
 from trainwright.parallel.pipeline.early_exit import exit_loss
 
 
@@ -88,6 +90,8 @@ class Stage(nn.Module):
         micro = self.work.micro_batches[index]
         with self.work.precision.autocast():
             x, balance, counts = self._layers(micro, *stream, index=index)
+            if isinstance(x, Stream) and not self.last:  # the last norm waits for its chunks itself
+                x = join(x)
             if index in self.taken and not torch.is_grad_enabled():
                 self.work.exit_losses += [exit_loss(self.work.objective, e, micro)[1] for e in self.taken.pop(index)]
             if not self.last:
@@ -108,8 +112,8 @@ class Stage(nn.Module):
         return loss.sum.clone()
 
     def _layers(
-        self, micro: Batch, x: Tensor | None = None, balance: Any = None, counts: Any = None, *, index: int = 0
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, micro: Batch, x: Any = None, balance: Any = None, counts: Any = None, *, index: int = 0
+    ) -> tuple[Any, Tensor, Tensor]:
         batch, length = micro.tokens.shape
         device = micro.tokens.device
         tp = self._tensor_parallel()
@@ -121,6 +125,9 @@ class Stage(nn.Module):
             balance = torch.zeros(1, device=device)
             counts = torch.zeros(len(self.moe_layers), self.arch.n_experts, dtype=torch.int64, device=device)
         assert x is not None and self.work is not None
+        domino = domino_of(self.blocks[str(self.layers[0])])
+        if domino is not None and not self.first:
+            x = domino.split(x)
         exits = self.exits
         if exits is not None:
             x = x.detach() if exits.settings.frozen else x

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from trainwright.core.errors import ConfigError
 from trainwright.models.attention import attention, plan_attention
-from trainwright.parallel.context.ring_attention import Pair, _merge, block_backward, block_forward
+from trainwright.parallel.context.ring_attention import Pair, _merge, block_backward, block_forward, wider
 from trainwright.parallel.context.unified import _pair
 
 
@@ -58,7 +58,7 @@ class KeyStore:
     def gradient_bytes(self) -> int:
         """Of the gradients, when all layers have them."""
         held = (t for both in self.held.values() for t in both)
-        return sum(t.numel() * torch.empty(0, dtype=_wide(t.dtype)).element_size() for t in held)
+        return sum(t.numel() * torch.empty(0, dtype=wider(t.dtype)).element_size() for t in held)
 
     def stretch(self, chunk: int) -> slice:
         return slice(self.bounds[chunk], self.bounds[chunk + 1])
@@ -94,7 +94,7 @@ class KeyStore:
         self._next[layer] = chunk - 1
         if layer not in self.gradients:
             keys, values = self.held[layer]
-            dk, dv = (torch.zeros_like(t, dtype=_wide(t.dtype)) for t in (keys, values))
+            dk, dv = (torch.zeros_like(t, dtype=wider(t.dtype)) for t in (keys, values))
             self.gradients[layer] = dk, dv
         return self.gradients[layer]
 
@@ -120,13 +120,15 @@ class _ChunkAttention(torch.autograd.Function):
         keys, values = plan.store.write(layer, plan.chunk, k.transpose(1, 2), v.transpose(1, 2))
         q = q.transpose(1, 2).contiguous()
         scale = q.shape[-1] ** -0.5
-        out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], float("-inf"), dtype=_wide(q.dtype))
+        wide = wider(q.dtype)
+        out, lse = torch.zeros_like(q, dtype=wide), q.new_full(q.shape[:-1], float("-inf"), dtype=wide)
         for pair in plan.pairs:
             part, sums = block_forward(q, keys[:, :, pair.k], values[:, :, pair.k], pair, scale)
             if len(plan.pairs) == 1:
                 out, lse = part, sums
             else:
                 _merge(out, lse, part, sums)
+        out = out.to(q.dtype)
         ctx.plan, ctx.layer, ctx.scale, ctx.dtypes = plan, layer, scale, (k.dtype, v.dtype)
         # Not the keys and values: they are in the store, and stay there for the chunks to come.
         ctx.save_for_backward(q, out, lse)
@@ -139,7 +141,7 @@ class _ChunkAttention(torch.autograd.Function):
         store: KeyStore = plan.store
         dk, dv = store.gradient(layer, plan.chunk)
         keys, values = store.held[layer]
-        grad, dq = grad.transpose(1, 2).contiguous(), torch.zeros_like(q)
+        grad, dq = grad.transpose(1, 2).contiguous(), torch.zeros_like(q, dtype=wider(q.dtype))
         for pair in plan.pairs:
             gq, gk, gv = block_backward(grad, q, keys[:, :, pair.k], values[:, :, pair.k], out, lse, pair, ctx.scale)
             dq += gq
@@ -149,11 +151,7 @@ class _ChunkAttention(torch.autograd.Function):
         own_k, own_v = (g[:, :, own].transpose(1, 2).to(t) for g, t in zip((dk, dv), ctx.dtypes, strict=True))
         if plan.chunk == 0:
             store.release(layer)
-        return dq.transpose(1, 2), own_k, own_v, None, None
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+        return dq.to(q.dtype).transpose(1, 2), own_k, own_v, None, None
 
 
 class ChunkedAttention:

@@ -9,7 +9,8 @@
 SPPO, arXiv:2503.10377, reconstructed from its abstract and the seed card B009; no code of its authors was found. Ours
 are the order of work (all chunks of a micro-batch forward, then all backward, one micro-batch after the other), what is
 counted as an activation, and that memory is checked with all of a chunk on the device, which its backward pass needs.
-The multiplexed partitioning of the paper (idle stages share the first and last chunks) is left out.
+The multiplexed partitioning of the paper (idle stages share the first and last chunks) is planned, not executed:
+multiplex.py says what it would save.
 
 It works on one process, too: then it bounds what is on the device at once, by chunks and by what is offloaded.
 """
@@ -120,7 +121,7 @@ class SppoConfig(ContextConfig):
                 choice = solve(
                     length,
                     stages,
-                    self._machine(arch, rows),
+                    self.machine(arch, rows),
                     min_chunk=self.min_chunk,
                     memory=memory,
                     how=self.cut,
@@ -141,7 +142,7 @@ class SppoConfig(ContextConfig):
             return Layout(cut, tuple(self.offload))
         if self.measured is None:
             return Layout(cut, None)
-        given = evaluate(cut, stages, self._machine(arch, rows), self.offload == "auto")
+        given = evaluate(cut, stages, self.machine(arch, rows), self.offload == "auto")
         if memory is not None and given.peak > memory:
             raise self._too_small(f"{self.chunks} chunks need {given.peak:.4g} bytes a row")
         return Layout(cut, given.ratios if self.offload == "auto" else None)
@@ -179,7 +180,8 @@ class SppoConfig(ContextConfig):
             n -= 1
         return n
 
-    def _machine(self, arch: Architecture, rows: int) -> Machine:
+    def machine(self, arch: Architecture, rows: int) -> Machine:
+        """What the solver goes by; ``measured`` has to be there."""
         assert self.measured is not None
         m = self.measured
         shape = flops(arch).pair  # how the seconds of a pair are spread over layers of different windows
