@@ -49,6 +49,7 @@ from trainwright.train.pipeline_executor import executor_kind
 from trainwright.train.plan_ahead import looking_ahead
 
 if TYPE_CHECKING:
+    from trainwright.data.loader import Loader
     from trainwright.parallel.comm.trace import CommTrace
 
 log = logging.getLogger("trainwright")
@@ -130,7 +131,7 @@ class Trainer:
         kind = executor_kind(self.parallel)
         self.executor = kind(micro, self.precision, budget, self.device, self.fused_backward)
         self.interaction = build_interaction(self)
-        self.loader = looking_ahead(self)
+        self.loader: Loader = looking_ahead(self)
         self.monitors = [(m.name, m.build()) for m in config.monitors]
         self.policy = self._build_policy()
         self.progress = Progress()
