@@ -133,7 +133,8 @@ def test_masks_are_kept_only_where_they_say_something(seed, window):
                 torch.testing.assert_close(found.mask.expand(2, 1, 8, 8), want.unsqueeze(1))
                 assert on_device.mask.device == DEVICE and on_device.mask.shape == found.mask.shape
             kinds.add("mask" if found.mask is not None else "whole")
-    assert "whole" in kinds or window == 5
+    if seed % 3 == 0 and not window:  # one document a row
+        assert kinds == {"whole"}
 
 
 def test_a_ring_gathers_no_document_numbers(monkeypatch):

@@ -13,10 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainwright.core.errors import ConfigError
+from trainwright.core.errors import ConfigError, TrainwrightError
 from trainwright.parallel.config import Degrees, PipelineSection
 from trainwright.parallel.pipeline.layout import stage_layers, stage_ranks
 from trainwright.parallel.pipeline.legal import check_micro_batches, check_recipe, check_schedule
+from trainwright.parallel.pipeline.pipeline import Pipeline
 from trainwright.train.checkpoint import read_weights
 
 pytestmark = pytest.mark.timeout(900)  # a start of all cells takes minutes on a busy machine
@@ -202,3 +203,12 @@ def test_what_does_not_go_with_a_pipeline(parts, says):
 def test_too_few_micro_batches_are_refused_before_the_start():
     with pytest.raises(ConfigError, match=r"train\.micro_batch_size: makes 1 micro-batches"):
         check_recipe(Degrees(pp=2), _recipe(), 8, 8)
+
+
+def test_figures_are_those_of_the_first_step():
+    """Names are told to the other stages once; a name that comes later is an error, not a sum that hangs."""
+    objective, one = object(), torch.ones(())
+    kept = SimpleNamespace(_names=(objective, ["nll", "z_loss"]))
+    assert Pipeline._figures(kept, objective, {"nll": one}) == ["nll", "z_loss"]
+    with pytest.raises(TrainwrightError, match="logs accuracy and did not in its first step"):
+        Pipeline._figures(kept, objective, {"nll": one, "accuracy": one})

@@ -111,7 +111,6 @@ class Work:
     gathered_bytes: int = 2  # of a parameter as FSDP2 gathers it
     parameter_bytes: int = 4
     reduced_bytes: int = 4  # of a gradient as it is added up
-    documents: bool = True  # rows say which document a token is of
     lengths: tuple[tuple[int, ...], ...] | None = None  # of the documents of each row; None: a row is one
     exits: int = 0  # early ones; their parameters are among the shapes
     exit_settings: Any = None  # of these (models/early_exit.py); stages of a pipeline go by them

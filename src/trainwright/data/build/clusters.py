@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,7 +78,8 @@ def cluster(
     of union-find). What is left is looked at again until nothing is removed, so a second run removes nothing.
     ``candidates`` stands in for ``bands`` where these lie on other machines: from the documents that are still looked
     at, the candidate pairs, sorted, as first << 32 | second, and whether a bucket was too large to give all its pairs.
-    Memory: MEMORY
+    Memory: 22 bytes a document, and up to 100 a candidate pair while pairs are searched; 70 bytes a key while a band
+    is sorted, of at most KEYS_AT_ONCE. Measured: 35 bytes a document for 16 million in twos, 146 in fours.
     """
     keeper = np.arange(count, dtype=np.int64)
     similarity = np.ones(count, np.float32)
@@ -200,21 +202,21 @@ def _search(
     similarity: NDArray[np.float32],
 ) -> int:
     """Breadth first from the best document that is not taken; pairs sorted by ``first``, then by ``second``."""
-    nodes = _merged(np.unique(first), second)  # [linked], and all below by the place in it
+    nodes = np.union1d(first, second)  # [linked], and all below by the place in it
     first = np.searchsorted(nodes, first).astype(np.uint32)
     second = np.searchsorted(nodes, second).astype(np.uint32)
-    back = np.argsort(second, kind="stable").astype(np.uint32 if len(second) < 1 << 32 else np.int64)
+    back: NDArray[Any] = np.argsort(second, kind="stable").astype(np.uint32 if len(second) < 1 << 32 else np.int64)
     bounds = np.arange(len(nodes) + 1)
     # Neighbours of a document: its worse ones from `after` in `second`, its better ones by `before` in `back`. Views of
     # memory, since items of an array are slow to take one by one and lists take eight times the space.
-    after = memoryview(np.searchsorted(first, bounds))
-    before = memoryview(np.searchsorted(second, bounds, sorter=back))
+    after = np.searchsorted(first, bounds).data
+    before = np.searchsorted(second, bounds, sorter=back).data
     del bounds
-    worse, better, way_back = memoryview(second), memoryview(first), memoryview(back)
+    worse, better, way_back = second.data, first.data, back.data
     taken = bytearray(len(nodes))
     owner = np.arange(len(nodes), dtype=np.uint32)
     edge = np.zeros(len(nodes), back.dtype)  # through which a document was found
-    owners, edges = memoryview(owner), memoryview(edge)
+    owners, edges = owner.data, edge.data
     removed = 0
     for node in range(len(nodes)):
         if taken[node]:

@@ -217,7 +217,9 @@ class NearDedup(_Dedup):
     rather kept, first the most. verify, max_steps, max_source_loss: see the module.
     Texts shorter than ``ngram`` words count as one shingle, so they are copies only of what has just these words; texts
     without a word are no copies of anything. Both are counted.
-    Memory: about 150 bytes a document, 8 a candidate pair, at most 1 GB while a band is sorted; disk: see ``index``.
+    Memory: about 75 bytes a document where each has a copy, up to 100 a candidate pair where copies come
+    in larger groups, and what does not grow: at most 300 MB while a band is sorted, 150 MB of words and sets. Disk: see
+    ``index``; its files are mapped, and a system that is short of memory gives their pages back.
     Raises ConfigError for settings out of range, DataError for a source that would lose too much.
     """
 

@@ -16,8 +16,8 @@ from trainwright.data.sources._files import _walk, find_files
 
 # What people have lying about and what to do with it.
 OTHERS = {
-    ".json": "a JSON array is not read; write one object a line (.jsonl), such as with jq -c '.[]'; if it holds that already, "
-    "give the format jsonl",
+    ".json": "a JSON array is not read; write one object a line (.jsonl), such as with jq -c '.[]'; where it holds "
+    "that already, give the format jsonl",
     ".csv": "tables of this kind are not read; write one JSON object a line (.jsonl), or parquet",
     ".tsv": "tables of this kind are not read; write one JSON object a line (.jsonl), or parquet",
 }

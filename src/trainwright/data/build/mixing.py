@@ -134,7 +134,9 @@ def scatter(documents: Iterable[Document], folder: Path, seed: int, expected_byt
 def gather(folder: Path) -> Iterator[Document]:
     """The second pass of :func:`shuffle`. It leaves the files as they are, and can be called again."""
     for packed in _sorted(folder, 0, 1 << 64):
-        yield pickle.loads(packed)
+        document = pickle.loads(packed)
+        del packed  # or the bucket would be held while the next one is read
+        yield document
 
 
 def _buckets(size: int) -> int:

@@ -6,7 +6,7 @@ The rules are those of dedup and filters, on the same numbers, so the results ar
     chunk -> entries (signatures, keys of bands, shingles), kept in the object store
     entries -> (band, range of keys) -> candidate pairs
     pairs + entries -> similarity of each pair
-    pairs that hold -> clusters (in this process: some 100 bytes a document and 8 a pair) -> chunks without copies
+    pairs that hold -> clusters (in this process: 75 bytes a document, 100 a pair) -> chunks without copies
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def run_on_ray(
     process or machine was lost Ray runs again by itself. work_dir: for the small tables of a
     deduplication, on this machine.
 
-    Memory here: about 100 bytes a document and 8 a candidate pair while a stage deduplicates, else a few chunks.
+    Memory here: about 75 bytes a document and 100 a candidate pair while a stage deduplicates, else a few chunks.
     Raises ConfigError where ray is missing or does not answer; what a stage raises comes out as it is.
     """
     ray = _import_ray()

@@ -8,6 +8,10 @@
 It sees what goes through torch.distributed on this thread and the backward pass: calls in Python, DDP, FSDP2, DTensor
 and functional collectives. Bytes are those that a rank sends under the usual ring algorithms (:func:`bytes_sent`),
 whatever the backend really does. Recording costs some microseconds per operation of the model; leave it off otherwise.
+
+On a GPU times are those of its streams: a collective from where it is started to its end, a wait for as long as the
+stream that asked stands still. :meth:`summary` and what exports wait for the device to read them. What waits without
+asking torch.distributed in Python (FSDP2 by its own events, DDP in its reducer) is not among the waits.
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +29,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainwright.parallel.comm.device_times import DeviceTimes, device_times
 
 # Operator -> kind, and which argument holds what the rank gives.
 _C10D = {
@@ -101,7 +108,7 @@ class Record:
 
 @dataclass
 class Wait:
-    """A stretch in which this rank stood still for a collective."""
+    """A stretch in which this rank (on a GPU: one of its streams) stood still for a collective."""
 
     start: float
     end: float
@@ -118,7 +125,8 @@ class Kind:
 
 @dataclass
 class Summary:
-    """``kinds``: per kind of collective; ``waited``: seconds in which the calling thread stood still for any."""
+    """``kinds``: per kind of collective; ``waited``: seconds in which the calling thread, or on a GPU its
+    stream, stood still for any."""
 
     kinds: dict[str, Kind] = field(default_factory=dict)
     waited: float = 0.0
@@ -131,10 +139,11 @@ class Summary:
 class CommTrace(TorchDispatchMode):
     """Records the collectives made inside its context; see the module. ``records`` and ``waits`` grow with each.
 
-    most  records kept; beyond these only ``dropped`` counts. A run of days must not fill the memory.
+    most   records kept; beyond these only ``dropped`` counts. A run of days must not fill the memory.
+    times  of a device that the host runs ahead of; None: of the GPU, where this process uses one
     """
 
-    def __init__(self, most: int = 1_000_000):
+    def __init__(self, most: int = 1_000_000, times: DeviceTimes | None = None):
         super().__init__()
         self.records: list[Record] = []
         self.waits: list[Wait] = []
@@ -143,18 +152,19 @@ class CommTrace(TorchDispatchMode):
         self._offset = time.time() - time.perf_counter()
         self._lock = threading.Lock()
         self._wait: Any = None
+        self.times = device_times() if times is None else times
+        self._open: dict[int, Record] = {}  # on a device: functional collectives that nobody has waited for, by result
 
     def __enter__(self) -> CommTrace:
         work = dist.Work
         original = self._wait = work.wait
 
         def wait(this: Any, *args: Any, **kwargs: Any) -> Any:
-            start = self._now()
-            try:
+            with self._waiting():
                 return original(this, *args, **kwargs)
-            finally:
-                self.waits.append(Wait(start, self._now()))
 
+        if self.times is not None:
+            self.times.begin(self._now)
         work.wait = wait  # type: ignore[method-assign, assignment]
         super().__enter__()
         return self
@@ -170,9 +180,11 @@ class CommTrace(TorchDispatchMode):
             return self._c10d(func, name, args, kwargs)
         if namespace == "_c10d_functional":
             if name == "wait_tensor":
-                start = self._now()
-                out = func(*args, **kwargs)
-                self.waits.append(Wait(start, self._now()))
+                with self._waiting():
+                    out = func(*args, **kwargs)
+                record = self._open.pop(args[0].data_ptr(), None)
+                if record is not None and self.times is not None:
+                    self.times.note(record, "end")
                 return out
             if name in _FUNCTIONAL:
                 return self._functional(func, name, args, kwargs)
@@ -193,11 +205,13 @@ class CommTrace(TorchDispatchMode):
             sent = size - here
         else:
             sent = bytes_sent(kind, size, len(ranks))
+        times = self._times_of(args[given])
+        begun = None if times is None else times.mark()
         record = self._record(kind, ranks, sent, size, peer)
         out = func(*args, **kwargs)
         work = next((w for w in _leaves(out) if isinstance(w, torch.ScriptObject)), None)
         if record is not None:
-            self._end_with(record, None if work is None else dist.Work.unbox(work))
+            self._end_with(record, None if work is None else dist.Work.unbox(work), times, begun)
         return out
 
     def _functional(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -214,11 +228,35 @@ class CommTrace(TorchDispatchMode):
         if kind == "all_to_all" and splits:
             element = args[0].nbytes // max(args[0].shape[0], 1)
             sent = size - int(splits[ranks.index(self.rank)]) * element
+        times = self._times_of(args[0])
+        begun = None if times is None else times.mark()
         record = self._record(kind, ranks, sent, size, None)
         out = func(*args, **kwargs)
         if record is not None:
             record.end = self._now()  # of the call; the wait for it is a wait_tensor
+            if times is not None:
+                times.note(record, "start", begun)
+                times.note(record, "end")
+                self._open.update({t.data_ptr(): record for t in _tensors(out)})
         return out
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        found = Wait(self._now(), 0.0)
+        before = None if self.times is None else self.times.mark()
+        try:
+            yield
+        finally:
+            found.end = self._now()
+            if self.times is not None:
+                self.times.note(found, "start", before)
+                self.times.note(found, "end")
+            self.waits.append(found)
+
+    def _times_of(self, given: Any) -> DeviceTimes | None:
+        """Where a collective of ``given`` runs; None: on the host."""
+        tensors = _tensors(given)
+        return self.times if self.times is not None and tensors and self.times.holds(tensors[0]) else None
 
     def _record(self, kind: str, ranks: tuple[int, ...], sent: int, size: int, peer: int | None) -> Record | None:
         with self._lock:
@@ -229,13 +267,23 @@ class CommTrace(TorchDispatchMode):
             self.records.append(record)
             return record
 
-    def _end_with(self, record: Record, work: Any) -> None:
+    def _end_with(self, record: Record, work: Any, times: DeviceTimes | None, begun: Any) -> None:
+        """``begun``: the mark of ``times`` in front of it."""
+        if times is not None:
+            times.note(record, "start", begun)
         if work is None:
             record.end = self._now()
+            if times is not None:  # it ran in the stream that asked, which did nothing else
+                stood, over = Wait(record.start, record.end), times.mark()
+                for owner, name, mark in ((record, "end", over), (stood, "start", begun), (stood, "end", over)):
+                    times.note(owner, name, mark)
+                self.waits.append(stood)
             return
 
         def done(_: Any) -> None:
             record.end = self._now()
+            if times is not None:  # on a GPU the future calls at once, in a stream that comes behind the collective
+                times.note(record, "end")
 
         try:
             work.get_future().add_done_callback(done)
@@ -245,9 +293,14 @@ class CommTrace(TorchDispatchMode):
     def _now(self) -> float:
         return time.perf_counter() + self._offset
 
+    def _read(self) -> None:
+        if self.times is not None:
+            self.times.read()
+
     # -- what it says -------------------------------------------------------------------------------------------------
 
     def summary(self) -> Summary:
+        self._read()
         found = Summary(waited=sum(w.end - w.start for w in self.waits))
         for r in self.records:
             kind = found.kinds.setdefault(r.kind, Kind())
@@ -267,6 +320,7 @@ class CommTrace(TorchDispatchMode):
 
     def rows(self) -> list[dict[str, Any]]:
         """The records as plain values, for JSON."""
+        self._read()
         return [asdict(r) for r in self.records]
 
     def export(self, path: str | Path) -> None:
@@ -274,6 +328,7 @@ class CommTrace(TorchDispatchMode):
         Path(path).write_text(json.dumps({"traceEvents": self.events(), "displayTimeUnit": "ms"}), "utf-8")
 
     def events(self) -> list[dict[str, Any]]:
+        self._read()
         base: dict[str, Any] = {"pid": self.rank, "cat": "comm"}
         out = [{"ph": "M", "name": "process_name", "pid": self.rank, "args": {"name": f"rank {self.rank}"}}]
         for r in self.records:

@@ -15,10 +15,12 @@ that micro-batches of a column cost alike (PP-balance: each column draws from a 
 length. Why the exchanges of columns meet under every schedule is said in base.py (``Stages``).
 
 With ``offload`` a document longer than C has a share of its activations in host memory between its forward and its
-backward pass (sppo/offload.py), as much as is copied while its layers are computed, and lies on fewer ranks.
+backward pass (sppo/offload.py), as much as is copied while its layers are computed, and lies on fewer ranks. What comes
+back is fetched when a layer's backward pass asks for it, and not before: that is not hidden.
 
 Where we differ from the paper (arXiv:2502.21231): keys go straight to the ranks that need them, 3/4 of what a ring
-sends, in place of a ring; every rank of the pool reads all rows of a step and keeps its documents.
+sends, in place of a ring; nothing is fetched ahead; every rank of the pool reads all rows of a step and keeps its
+documents.
 """
 
 from __future__ import annotations

@@ -65,7 +65,8 @@ class FlashCP(PieceContext):
         """In a pipeline all are as long as the longest of the step. Raises ModelError as :meth:`shard` does."""
         parts = batch.split(rows)
         plans = [self.plans(part) for part in parts]
-        together = hashlib.blake2b(repr([[p.digest() for p in part] for part in plans]).encode(), digest_size=7).digest()
+        digests = repr([[p.digest() for p in part] for part in plans])
+        together = hashlib.blake2b(digests.encode(), digest_size=7).digest()
         self.same_on_all(int.from_bytes(together, "big"), batch.tokens.device)
         layouts = [self._layout(part, planned) for part, planned in zip(parts, plans, strict=True)]
         if self.stages is None:

@@ -1,4 +1,4 @@
-"""What planning reads of a micro-batch stays on the host: to read it from the device would wait for all that runs there.
+"""What planning reads of a micro-batch stays on the host: reading it from the device waits for all that runs there.
 
 The ``doc_ids`` that a model is given are looked up here. What is kept goes with the tensor, in whose place a copy or a
 slice is another one; where nothing is kept, :func:`on_host` copies, which is right but waits.
@@ -18,7 +18,7 @@ _kept: Any = WeakTensorKeyDictionary()
 
 
 def keep(doc_ids: Tensor, host: Tensor) -> None:
-    """``host`` is what plans read for ``doc_ids``: its values or, of whole rows, what it is a part of. Rows are rows."""
+    """``host`` is what plans read for ``doc_ids``: its values or, row by row, those of whole rows."""
     _kept[doc_ids] = host
 
 

@@ -7,8 +7,8 @@ i - s - 1 arrive; the partial results are merged by their log-sum-exps:
 
 The backward pass goes round once more with the gradients of keys and values: with the final ``o`` and ``lse`` each
 step's gradients are those of the whole softmax. Sums over steps are kept, and gradients travel, in float32 (float64 for
-float64) and are rounded once, so that a longer ring is no coarser. Ring Attention, arXiv:2310.01889; the slots are dealt out in zig-zag
-(i and 2n - 1 - i of 2n pieces), so that causal attention is the same work on every rank.
+float64) and are rounded once, so that a longer ring is no coarser. Ring Attention, arXiv:2310.01889; the slots are
+dealt out in zig-zag (i and 2n - 1 - i of 2n pieces), so that causal attention is the same work on every rank.
 
 A pair of pieces without a visible pair of tokens (the keys come later, or no document lies in both) costs nothing.
 """

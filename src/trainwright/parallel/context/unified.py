@@ -186,8 +186,8 @@ def _one_document(runs: Tensor) -> bool:
 def _pair(
     i: int, a: range, j: int, b: range, runs: Tensor | None, window: int, device: torch.device | None = None
 ) -> Pair | None:
-    """Own piece ``a`` (the i-th) over piece ``b`` (the other's j-th); None where no query sees a key. A mask is made, on
-    ``device`` (None: that of ``runs``), only where some pairs are visible and others not."""
+    """Own piece ``a`` (the i-th) over piece ``b`` (the other's j-th); None where no query sees a key. A mask is made,
+    on ``device`` (None: that of ``runs``), only where some pairs are visible and others not."""
     if b.start > a.start or (window and a.start - (b.stop - 1) >= window):
         return None
     size = len(a)
