@@ -55,7 +55,9 @@ def test_1_one_row_is_bitwise_ulysses(ranks):
         got, want = result["basp1"], result["ulysses1"]
         assert got["loss"] == want["loss"]
         assert all(torch.equal(got["gradients"][n], want["gradients"][n]) for n in want["gradients"])
-        assert got["sequence"] == want["sequence"]
+        # Ulysses knows the documents of whole rows; here they are gathered.
+        kept = {g: [c for c in calls if c[0] != "all_gather"] for g, calls in got["sequence"].items()}
+        assert kept == want["sequence"]
 
 
 def alone(spec, data):

@@ -35,8 +35,9 @@ def test_short_documents_send_less(capsys, tmp_path):
     whole = {c: sent(capsys, c) for c in ("basp", "flashcp", "bytescale")}
     # 8 rows in pairs: groups of 2 and not of 4, which send 1/2 of a rank's tokens and not 3/4.
     assert whole["basp"] * 3 == ulysses * 2
-    # A ring of 4: 3 chunks forward, 7 back; ours: 3/4 of 3 forward, and as many gradients back.
-    assert whole["flashcp"] * 10 == ring * 4.5
+    # A ring of 4: 3 chunks forward, 3 back, and 4 gradients in float32, twice a chunk's bytes in bf16; ours: 3/4 of 3
+    # forward, and as many gradients back.
+    assert whole["flashcp"] * 14 == ring * 4.5
     (tmp_path / "lengths.txt").write_text("8 8\n8")
     options = ("--lengths", str(tmp_path / "lengths.txt"))
     assert sent(capsys, "ring", *options) == ring
