@@ -165,8 +165,9 @@ def test_nproc_checks_before_it_starts_and_passes_arguments_on(run, monkeypatch,
 
     calls = []
 
-    def fake(nproc, arguments, *, min_nproc, machines, restarts, legal, say):
+    def fake(nproc, arguments, *, min_nproc, machines, restarts, legal, patience, say):
         assert (min_nproc, machines, restarts) == (2, None, 0) and legal(2) and not legal(17)
+        assert patience > 600  # the others have that long to notice a rank that hangs
         calls.append((nproc, arguments))
         return launch.Outcome(3, ("stopped at step 1",))
 
