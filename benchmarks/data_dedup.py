@@ -289,7 +289,8 @@ def _version(name: str) -> str:
 def table(result: dict[str, Any]) -> str:
     lines = [
         f"{result['documents']:,} documents, {result['planted_pairs']:,} planted pairs; "
-        f"{result['bytes_per_further_document']:,.0f} bytes of memory for each document past the first quarter, bounded caches and mapped files included",
+        f"{result['bytes_per_further_document']:,.0f} bytes of memory for each document "
+        "past the first quarter, bounded caches and mapped files included",
         "",
         "| contestant | documents/s | trainwright is | peak memory MB | removed | recall | below 0.9 | precision "
         "| false removals |",
