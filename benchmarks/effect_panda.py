@@ -18,6 +18,7 @@ from trainwright.lab.stages import run_stages
 from trainwright.models.generate import generate_ids
 from trainwright.train.runs import open_model
 
+CONTEXT = 256  # tokens that the models take
 FORMAT = re.compile(r" Answer: [a-z ]+ is a kind of [a-z]+\.")
 KINDS = {
     "animal": "ox cat dog hen bee elk fox owl pig rat emu yak ape cow ant",
@@ -67,7 +68,7 @@ def stage(
     )
     return {
         "run": {"seed": seed},
-        "model": {"name": "decoder", **size, "max_seq_len": 256},
+        "model": {"name": "decoder", **size, "max_seq_len": CONTEXT},
         "tokenizer": {"name": "bytes"},
         "data": {"sources": sources, "cache_dir": str(folder / "cache"), "validation_fraction": 0.0},
         "objective": "sft",

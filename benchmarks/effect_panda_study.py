@@ -14,19 +14,24 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from effect_panda import stage, table
+from effect_panda import CONTEXT, stage, table
 
 from trainwright.lab.stages import run_stages
-from trainwright.train.multiple_choice import multiple_choice, read_questions
+from trainwright.train.multiple_choice import Question, multiple_choice, read_questions
 from trainwright.train.runs import open_model
 
 __all__ = ["run", "table"]
 MAKE = Path(__file__).resolve().parents[1] / "recipes" / "panda_data.py"
 
 
+def _fits(question: Question) -> bool:
+    """Whether the models, of bytes, can read it with each of its options."""
+    return all(len(f"{question.prompt} {option}".encode()) < CONTEXT for option in question.options)
+
+
 def study(data: Path, seed: int, root: Path, quick: bool, budget: int) -> dict[str, float]:
     root.mkdir(parents=True)
-    questions = read_questions(data / "choices.jsonl")[: 12 if quick else None]
+    questions = [q for q in read_questions(data / "choices.jsonl") if _fits(q)][: 12 if quick else None]
     names = {p.stem: {"name": "panda_llm", "path": str(p)} for p in sorted(data.glob("*.jsonl")) if p.stem != "choices"}
     plain = names.pop("documents")
     every = list(names.values())
