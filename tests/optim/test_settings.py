@@ -208,6 +208,9 @@ def test_older_checkpoints_are_taken():
     for group in state["scalars"]["groups"]:
         del group["settings"]
     load_named_state(same, named(other), state)
+    found = named_state(same, named(other))["tensors"]
+    assert found and found.keys() == state["tensors"].keys()
+    torch.testing.assert_close(found, state["tensors"], rtol=0, atol=0)
 
 
 def alternatives(field, value):
@@ -325,7 +328,10 @@ def test_a_run_may_go_on_with_another_clipper(recipe):
     data = recipe()
     Trainer(RunConfig.load(data)).fit()
     data["train"]["steps"] += 1
-    Trainer(RunConfig.load({**data, "clip": "zclip"}), resume=True).fit()
+    resumed_run = Trainer(RunConfig.load({**data, "clip": "zclip"}), resume=True)
+    before = resumed_run.progress.step
+    resumed_run.fit()
+    assert before == data["train"]["steps"] - 1 and resumed_run.progress.step == before + 1
 
 
 def test_settings_stay_with_their_parameters_through_stages():

@@ -1,14 +1,11 @@
 """Validation of averaged weights, and of schedule-free's, after that of the live ones: sharded as in one process."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from rank_processes import run_ranks
 
 from trainwright.config.run_config import RunConfig
 from trainwright.train.trainer import Trainer
@@ -52,26 +49,7 @@ def test_averages_are_validated_as_in_one_process(recipe, tmp_path):
         assert abs(want[kind]["val_loss"] - want[kind]["val_loss_live"]) > 0.02
     recipes = {name: spec(recipe, name, *run) for name, run in RUNS.items()}
     (tmp_path / "recipes.json").write_text(json.dumps(recipes))
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    env = {**os.environ, "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "average_worker.py"), str(tmp_path / "recipes.json"), str(tmp_path / "out")],
-            env={**env, "RANK": str(r), "LOCAL_RANK": str(r)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for r in range(4)
-    ]
-    try:
-        logs = [p.communicate(timeout=240)[0] for p in ranks]
-    finally:
-        for p in ranks:
-            p.kill()
-    assert all(p.returncode == 0 for p in ranks), "\n".join(logs)[-6000:]
+    run_ranks("average_worker.py", tmp_path / "recipes.json", tmp_path / "out", timeout=240)
     found = torch.load(tmp_path / "out")
     for name, (kind, _) in RUNS.items():
         assert found[name] == pytest.approx(want[kind], rel=1e-3), name

@@ -2,14 +2,12 @@
 
 import logging
 import math
-import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from rank_processes import run_ranks
 
 from trainwright.core.batch import Batch
 from trainwright.core.errors import ConfigError
@@ -27,26 +25,7 @@ import basp_worker as worker  # noqa: E402
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     out = tmp_path_factory.mktemp("basp") / "result"
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    env = {**os.environ, "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "basp_worker.py"), str(out)],
-            env={**env, "RANK": str(r), "LOCAL_RANK": str(r)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for r in range(4)
-    ]
-    try:
-        logs = [p.communicate(timeout=400)[0] for p in processes]
-    finally:
-        for p in processes:
-            p.kill()
-    assert all(p.returncode == 0 for p in processes), "\n".join(logs)[-6000:]
+    run_ranks("basp_worker.py", out, timeout=400)
     return [torch.load(f"{out}.{r}") for r in range(4)]
 
 

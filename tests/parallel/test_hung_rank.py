@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from rank_processes import run_ranks
 
 from trainwright.parallel import elastic
 from trainwright.parallel.config import Degrees
@@ -23,26 +23,7 @@ KILL, TERM, ABORT = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGABRT
 @pytest.mark.timeout(180)
 def test_every_group_gives_up_in_time(tmp_path):
     """Ranks 0 to 2 wait for a stopped one: in a ring, in subgroups, in dimensions of meshes and in several together."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    env = {**os.environ, "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "hung_worker.py"), str(tmp_path / "out")],
-            env={**env, "RANK": str(r), "LOCAL_RANK": str(r)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for r in range(4)
-    ]
-    try:
-        logs = [p.communicate(timeout=150)[0] for p in ranks[:3]]
-    finally:
-        for p in ranks:
-            p.kill()
-    assert all(p.returncode == 0 for p in ranks[:3]), "\n".join(logs)[-6000:]
+    run_ranks("hung_worker.py", tmp_path / "out", timeout=150, waited=3)
     found = [torch.load(tmp_path / f"out.{r}") for r in range(3)]
     assert set().union(*found) == {
         "usp heads", "usp ring", "ring", "basp", "flexsp", "dimension", "other dimension", "amsp", "world",
