@@ -153,7 +153,7 @@ def test_the_weighter_scales_rows_and_keeps_the_batch_s_weight(mixed):
     ratio = scaled.weights.sum(1) / before.sum(1)
     expected = trainer.interaction.weighter.weights(losses)
     assert (ratio / ratio.sum()).tolist() == pytest.approx((expected / expected.sum()).tolist(), rel=1e-5)
-    trainer._close()
+    trainer.close()
 
 
 @pytest.mark.parametrize("mixer", ["trec", "schedule"])

@@ -101,7 +101,7 @@ def test_b_the_optimizer_goes_on_with_its_state(run, tmp_path):
         stored = read_weights(checkpoint)
         assert all(torch.equal(p.detach(), stored[n]) for n, p in anneal.trainer.model.named_parameters())
         starts.append(anneal.start)
-        anneal.trainer._close()
+        anneal.trainer.close()
     assert starts[0] == starts[1]
 
 

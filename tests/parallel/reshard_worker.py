@@ -144,7 +144,7 @@ def load(root: Path, optimizer: str, layout: str, parallel: dict[str, Any]) -> l
             got[f"s optimizer/{name}/{key}"] = full_tensor(tensor)
     wrong = [n for n, t in got.items() if n not in want or not torch.equal(t, want[n])]
     seen = set().union(*gather_objects(set(got)))
-    trainer._close()
+    trainer.close()
     return [*wrong, *(f"{n} is nowhere" for n in want.keys() - seen)]
 
 

@@ -382,10 +382,11 @@ def test_documents_without_a_mask_are_refused():
 def test_objectives_that_need_whole_rows_are_told(recipe):
     """As with cp: what an objective learns of how rows are spread."""
     from trainwright import RunConfig, Trainer
+    from trainwright.train.run_context import prepare_objective
 
     seen = []
     trainer = Trainer(RunConfig.load(recipe(parallel={"context": {"name": "sppo", "chunks": 2, "min_chunk": 1}})))
     trainer.objective = SimpleNamespace(prepare=lambda context: seen.append(context.split))
-    trainer._prepare_objective()
-    trainer._close()
+    prepare_objective(trainer)
+    trainer.close()
     assert seen == ["context"]

@@ -104,7 +104,7 @@ def test_resume_is_bit_exact_with_dropout(recipe, optimizer):
 def test_resume_at_the_end_of_an_epoch(recipe):
     probe = Trainer(RunConfig.load(recipe(**{"run.name": "probe"})))
     per_epoch = math.ceil(probe.data.rows_per_epoch / probe.rows)
-    probe._close()
+    probe.close()
     common = {"train.steps": per_epoch + 3, "checkpoint.every": per_epoch, "model.dropout": 0.5}
     whole, rows, _ = fit(recipe(**common, **{"run.name": "whole"}))
     data = recipe(**common, **{"run.name": "halves"})
@@ -242,7 +242,7 @@ def test_rollback_restores_skips_data_and_lowers_the_rate(recipe):
     for _ in range(7 + 1 + 2):
         clean.loader.next_batch()
     assert clean.loader.state_dict() == trainer.loader.state_dict()
-    clean._close()
+    clean.close()
 
 
 def test_non_finite_loss_is_skipped_by_default(recipe):

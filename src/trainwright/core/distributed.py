@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainwright.core.errors import ConfigError
+
 
 def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
@@ -92,3 +94,16 @@ def default_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
+
+
+def chosen_device(wanted: str) -> torch.device:
+    """The device that ``run.device`` names; raises ConfigError where it is not there."""
+    if wanted == "auto":
+        return default_device()
+    if wanted.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError("no CUDA device is usable here; use run.device=cpu", key="run.device", value=wanted)
+    if wanted == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError("no Apple GPU is usable here; use run.device=cpu", key="run.device", value=wanted)
+    if wanted == "cuda":
+        return default_device()
+    return torch.device(wanted)

@@ -27,7 +27,8 @@ from trainwright.data.mixture import Mixture
 from trainwright.data.module import DataModule
 from trainwright.data.packing import Pool
 from trainwright.data.rows import RowStream
-from trainwright.train.trainer import Progress, Trainer
+from trainwright.train.saving import Progress
+from trainwright.train.trainer import Trainer
 
 log = logging.getLogger("trainwright")
 
@@ -119,7 +120,7 @@ class Anneal:
 
     def __init__(self, config: RunConfig, checkpoint: Path, start_factor: float):
         self.trainer = trainer = Trainer(config)
-        trainer._restore(checkpoint, loader=False)
+        trainer.restore(checkpoint, loader=False)
         trainer.progress = Progress()
         total = trainer.total_steps
         # The last step stands at 1/total of the start, so that it still trains.

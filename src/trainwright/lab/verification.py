@@ -156,7 +156,7 @@ def verify_candidate(
         warnings += _check_overlap(tried, base, validation, on_overlap)
         start = first.start
     finally:
-        first.trainer._close()
+        first.trainer.close()
         shutil.rmtree(work, ignore_errors=True)
     mixes = {
         arm: {s: Mix.of({"base": (base, 1 - share), "slot": (slot, share)}, config, s) for s in wanted}

@@ -148,7 +148,7 @@ class _Mixing:
     def __init__(self, owner: Interaction):
         self.owner, trainer = owner, owner.trainer
         self.config = trainer.config.data.mixer
-        steps = None if trainer._by_clock or trainer.config.train.seconds is not None else trainer.total_steps
+        steps = None if trainer.by_clock or trainer.config.train.seconds is not None else trainer.total_steps
         params = sum(p.numel() for p in trainer.model.parameters())
         context = mix_context(trainer.config, trainer.data, trainer.rows, steps, trainer._max_rows, params)
         try:

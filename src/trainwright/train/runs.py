@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from trainwright.config.run_config import RunConfig
+from trainwright.core.distributed import chosen_device
 from trainwright.core.errors import CheckpointError, ConfigError
 from trainwright.core.params import named_params
 from trainwright.core.seeds import derive, seed_everything
@@ -17,7 +18,6 @@ from trainwright.models.base import LanguageModel
 from trainwright.optim.base import swapped_for_evaluation
 from trainwright.optim.state import allocate_named_state, load_named_state
 from trainwright.train import run_dir as run_folder
-from trainwright.train.trainer import _device
 
 
 def open_config(run_dir: Path, overrides: list[str] | None = None) -> RunConfig:
@@ -45,7 +45,7 @@ def load_run(
 
     config = open_config(Path(run_dir))
     tokenizer = load_tokenizer(config.run_dir / "tokenizer")
-    target = torch.device(device) if device is not None else _device(config)
+    target = torch.device(device) if device is not None else chosen_device(config.run.device)
     seed_everything(derive(config.run.seed, "weights"))
     model = config.model.build(tokenizer.vocab_size, config.train.seq_len)
     for transform in config.transforms:

@@ -87,7 +87,7 @@ class Selection:
         if self.pool is None or (self.config.renew and self.step >= 0):
             self._draw_pool()
         steps = self.config.update_step
-        if not trainer._by_clock:
+        if not trainer.by_clock:
             steps = min(steps, trainer.total_steps - step)
         try:
             ids = self.selector.select(_Pool(self), step, steps * trainer.rows)

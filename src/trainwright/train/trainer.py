@@ -4,66 +4,48 @@ from __future__ import annotations
 
 import logging
 import math
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trainwright.config.run_config import RunConfig
 from trainwright.core.allocator import keep_freed_memory
-from trainwright.core.distributed import all_reduce_sum, gather_objects, is_main, launched_world_size
+from trainwright.core.distributed import all_reduce_sum, chosen_device, is_main, launched_world_size
 from trainwright.core.divided import divided
 from trainwright.core.errors import ConfigError, Interrupted, StoppedByMonitor
 from trainwright.core.params import named_params
 from trainwright.core.registry import build as build_method
-from trainwright.core.seeds import derive, rng_state, seed_everything, set_rng_state
+from trainwright.core.seeds import derive, seed_everything
 from trainwright.memory.fused_backward import FusedBackward, FusedBackwardConfig, fused_backward
 from trainwright.models.early_exit import check_objective
-from trainwright.objectives.base import RunContext
-from trainwright.optim.averaging._ring import RingAverage
-from trainwright.optim.averaging._weights import require_same
 from trainwright.optim.base import reported, swapped_for_evaluation
-from trainwright.optim.state import (
-    allocate_named_state,
-    joined_scalars,
-    load_named_state,
-    named_state,
-    optimizer_state_bytes,
-    scalars_of,
-)
+from trainwright.optim.state import optimizer_state_bytes
 from trainwright.parallel.launch import lost_another
 from trainwright.resilience.base import StepInfo
 from trainwright.resilience.policy import Decision, Policy
 from trainwright.train import run_dir as run_folder
+from trainwright.train import saving
 from trainwright.train.degrees import check, check_agreed, local_rows, settled
 from trainwright.train.evaluate import evaluate
 from trainwright.train.interaction import build_interaction
+from trainwright.train.outlet import Outlet
 from trainwright.train.pipeline_executor import executor_kind
 from trainwright.train.plan_ahead import looking_ahead
+from trainwright.train.run_context import prepare_objective
+from trainwright.train.saving import Progress
+from trainwright.train.signals import StopSignals
 
 if TYPE_CHECKING:
     from trainwright.data.loader import Loader
     from trainwright.parallel.comm.trace import CommTrace
 
 log = logging.getLogger("trainwright")
-
-
-@dataclass
-class Progress:
-    """Where a run is. Saved with every checkpoint."""
-
-    step: int = 0  # optimizer steps done
-    tokens: int = 0  # tokens processed, padding included
-    seconds: float = 0.0  # training time, without evaluation and waiting
-    best_loss: float = math.inf
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 class Trainer:
@@ -81,7 +63,7 @@ class Trainer:
         config = settled(config)
         self.config, self.resume = config, resume
         degrees = check(config, launched_world_size())
-        self.device = _device(config)
+        self.device = chosen_device(config.run.device)
         if self.device.type == "cpu":
             keep_freed_memory()
         init_distributed(self.device, config.parallel.timeout)
@@ -117,7 +99,7 @@ class Trainer:
         check_objective(model, self.objective)
         fused = fused_backward(config.memory)
         with _naming("optimizer"):
-            chosen = config.optimizer.for_run(None if self._by_clock else self._total_steps())
+            chosen = config.optimizer.for_run(None if self.by_clock else self._total_steps())
             self.optimizer = (chosen.build_rule if fused else chosen.build)(self.params)
         for group in self.optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
@@ -136,9 +118,10 @@ class Trainer:
         self.policy = self._build_policy()
         self.progress = Progress()
         self._tensors = [n.param for n in self.params]
-        self._stop_signal: int | None = None
+        self._signals = StopSignals()
         self._trace: CommTrace | None = None
-        self._prepare_objective()
+        with _naming("objective"):
+            prepare_objective(self)
         self._open_run()
         # Draws of the training itself (dropout, ...) differ between data-parallel ranks.
         seed_everything(derive(config.run.seed, "training", self.mesh.dp_rank))
@@ -170,7 +153,7 @@ class Trainer:
         epochs = config.train.epochs
         # With epochs the last step takes what is left, filled up with padding, and not rows of the next epoch.
         self._max_rows = None if epochs is None else max(1, math.ceil(epochs * self.data.rows_per_epoch))
-        steps = None if self._by_clock else self._total_steps()
+        steps = None if self.by_clock else self._total_steps()
         self.loader = self.data.train_loader(self.rows, self._max_rows, steps)
 
     def _micro_batch_size(self) -> int:
@@ -195,45 +178,8 @@ class Trainer:
         r = self.config.recovery
         return Policy(max_rollbacks=r.max_rollbacks, lr_factor=r.lr_factor, skip_steps=r.skip_steps)
 
-    def _prepare_objective(self) -> None:
-        """Tell an objective that asks for it what it trains with."""
-        prepare = getattr(self.objective, "prepare", None)
-        if prepare is None:
-            return
-        from trainwright.train.runs import open_model
-
-        def open_quietly(path: str, checkpoint: str) -> Any:
-            """Building a model draws weights; that must not shift the draws of training."""
-            state = rng_state()
-            try:
-                return open_model(path, checkpoint, str(self.device))
-            finally:
-                set_rng_state(state)
-
-        context = RunContext(
-            tokenizer=self.tokenizer,
-            seq_len=self.config.train.seq_len,
-            total_steps=self.total_steps,
-            resumed=self.resume,
-            device=self.device,
-            tokens_per_step=self.config.train.global_batch_tokens,
-            flops_per_token=self.flops_per_token,
-            open_model=open_quietly,
-            training_sets=self.data.train,
-            cache_dir=self.config.data.cache(),
-            split=next(
-                (d for d in ("tp", "cp", "pp") if getattr(self.mesh.degrees, d) > 1),
-                "context" if self.parallel.chunks else "",
-            ),
-        )
-        with _naming("objective"):
-            prepare(context)
-
     def _open_run(self) -> None:
         from trainwright.train.checkpoint import Checkpointer
-        from trainwright.train.environment import environment
-        from trainwright.train.metrics import MetricsWriter
-        from trainwright.train.progress import make_progress
 
         config = self.config
         run_folder.create(config, self.resume)
@@ -243,104 +189,23 @@ class Trainer:
             asynchronous=config.checkpoint.asynchronous,
             best_metric="val_loss" if config.checkpoint.keep_best else None,
         )
-        self.metrics: Any = None
-        self.loggers: list[Any] = []
-        self.display: Any = None
-        if is_main():
-            folder = config.run_dir
-            run_folder.write_json(folder / "environment.json", environment())
-            trained = {n: {"documents": d.num_docs, "tokens": d.num_tokens} for n, d in self.data.train.items()}
-            run_folder.write_json(folder / "data_card.json", {**self.data_card, "trained_on": trained})
-            self.tokenizer.save(folder / "tokenizer")
-            self.metrics = MetricsWriter(folder / "metrics.jsonl")
-            self.loggers = [spec.build(config, folder) for spec in config.log.loggers]  # type: ignore[attr-defined]
-            steps = None if self._by_clock else self.total_steps
-            self.display = make_progress(config.log.progress, steps, config.train.seconds)
-
-    # -- checkpoints --------------------------------------------------------------------------------------------
-
-    def _tensors_tree(self, optimizer_tensors: dict[str, Any]) -> dict[str, Any]:
-        tree: dict[str, Any] = {"optimizer": optimizer_tensors}
-        if self.average is not None:
-            tree["average"] = self.average.state_dict()["tensors"]
-        return tree
+        self.outlet = Outlet(self)
 
     def save(self, metric: float | None = None) -> None:
         """Checkpoint now. Asynchronous saves return once the state is copied."""
-        state = named_state(self.optimizer, self.params)
-        if self.parallel.pipeline is not None:
-            state["scalars"] = joined_scalars(gather_objects((self.mesh.rank_in("pp"), state["scalars"])))
-        meta = {
-            "progress": vars(self.progress),
-            "rate": self._rate(),
-            "loader": self.loader.state_dict(),
-            "interaction": None if self.interaction is None else self.interaction.state_dict(),
-            "optimizer": state["scalars"],
-            "average": self.average.state_dict()["scalars"] if self.average else None,
-            "clip": self.clip.state_dict(),
-            "monitors": {name: monitor.state_dict() for name, monitor in self.monitors},
-            "policy": self.policy.state_dict(),
-            "precision": {"compute_dtype": str(self.precision.compute_dtype), **self.precision.state_dict()},
-            "config": self.config.to_dict(),
-        }
-        self.checkpointer.save(
-            self.progress.step,
-            tensors=self._tensors_tree(state["tensors"]),
-            meta=meta,
-            weights=self.parallel.state(),
-            per_rank={"rng": rng_state()},
-            metric=metric,
-        )
+        saving.save(self, metric)
+
+    def restore(self, path: Path, *, loader: bool = True) -> None:
+        """Load everything of ``path``; ``loader=False`` leaves the data position where it is (after a rollback)."""
+        saving.restore(self, path, loader=loader)
 
     def _restore_latest(self) -> None:
         path = self.checkpointer.latest()
         if path is None:
             log.warning("no checkpoint in %s; starting the run from its first step", self.config.checkpoint_dir)
-            if self.metrics is not None:
-                self.metrics.truncate(0)
-            return
-        self._restore(path, loader=True)
-        if self.metrics is not None:
-            self.metrics.truncate(self.progress.step)
-
-    def _restore(self, path: Path, *, loader: bool) -> None:
-        """Load everything of ``path``; ``loader=False`` leaves the data position where it is (after a rollback)."""
-        from trainwright.train.checkpoint import inspect
-
-        stage = None if self.parallel.pipeline is None else self.mesh.rank_in("pp")
-        stored = inspect(path).meta
-        require_same(self.average, stored.get("average"))
-        scalars = scalars_of(stored["optimizer"], self.optimizer, self.params, stage)
-        tree = self._tensors_tree(allocate_named_state(self.params, scalars))
-        meta = self.checkpointer.load(path, tensors=tree, weights=self.parallel.state())
-        state = {"tensors": tree["optimizer"], "scalars": scalars}
-        load_named_state(self.optimizer, self.params, state, copy=False)
-        if self.average is not None:
-            self.average.load_state_dict({"tensors": tree["average"], "scalars": meta["average"]})
-        self.clip.load_state_dict(meta["clip"])
-        before = meta["precision"].pop("compute_dtype")
-        if before != str(self.precision.compute_dtype):
-            log.warning(
-                "this run computed in %s so far and goes on in %s; set precision to keep one",
-                before,
-                self.precision.compute_dtype,
-            )
-        self.precision.load_state_dict(meta["precision"])
-        self.progress = Progress(**meta["progress"])
-        if isinstance(self.average, RingAverage) and self._rate() > 1.01 * meta.get("rate", math.inf):
-            log.warning("the learning rate goes up again here: the average forgets the snapshots from before")
-            self.average.flush()
-        if loader:
-            if self.interaction is not None:
-                self.interaction.load_state_dict(meta.get("interaction"))
-            self.loader.load_state_dict(meta["loader"])
-            for name, monitor in self.monitors:
-                if name in meta["monitors"]:
-                    monitor.load_state_dict(meta["monitors"][name])
-            self.policy.load_state_dict(meta["policy"])
-            own = self.checkpointer.per_rank(path)
-            if own is not None:
-                set_rng_state(own["rng"])
+        else:
+            self.restore(path)
+        self.outlet.truncate(self.progress.step)
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
@@ -349,72 +214,73 @@ class Trainer:
 
         Raises Interrupted after SIGINT/SIGTERM (the finished step is saved) and StoppedByMonitor.
         """
-        config = self.config
-        summary: dict[str, Any] = {}
-        old_handlers = self._catch_signals()
-        validated_at = saved_at = -1
-        last_save = time.monotonic()
-        if self.display is not None:
-            self.display.start(self.progress.step)
+        self.outlet.start(self.progress.step)
         try:
-            if config.evaluate.at_start and self.progress.step == 0:
-                summary |= self._validate()
-            while not self._finished():
-                try:
-                    with self._comm_trace() as trace:
-                        row, verdict = self._step(trace)
-                except StopIteration:  # a rollback has passed over data, so that the epochs end before the steps
-                    break
-                summary |= row
-                if on_step is not None:
-                    on_step(row)
-                if verdict.action == "stop":
-                    raise StoppedByMonitor(f"stopped at step {row['step']} by {verdict.monitor}: {verdict.reason}")
-                if verdict.action == "rollback":
-                    self._rollback(verdict)
-                    continue
-                step = self.progress.step
-                if _due(config.evaluate.every, step):
-                    summary |= self._validate()
-                    validated_at = step
-                overdue = config.checkpoint.minutes and time.monotonic() - last_save > 60 * config.checkpoint.minutes
-                if _due(config.checkpoint.every, step) or self._agree(bool(overdue), config.checkpoint.minutes):
-                    self.save(summary.get("val_loss") if validated_at == step else None)
-                    saved_at, last_save = step, time.monotonic()
-                if row["interrupted"]:
-                    if saved_at != step:
-                        self.save()
-                    self.checkpointer.wait()
-                    raise Interrupted(
-                        f"interrupted; saved step {step}. Go on with `trainwright train --resume {config.run_dir}`"
-                    )
-            step = self.progress.step
-            if validated_at != step:
-                summary |= self._validate()
-            if saved_at != step:
-                self.save(summary.get("val_loss"))
-            self.checkpointer.wait()
+            with self._signals:
+                summary = self._train(on_step)
         finally:
-            for number, handler in old_handlers.items():
-                signal.signal(number, handler)
-            self._close()
-        summary["run_dir"] = str(config.run_dir)
-        if config.log.sample is not None:
-            self._sample(config.log.sample)
-        if is_main() and config.log.report:
+            self.close()
+        summary["run_dir"] = str(self.config.run_dir)
+        if self.config.log.sample is not None:
+            self._sample(self.config.log.sample)
+        if is_main() and self.config.log.report:
             from trainwright.train.report import write_report
 
-            summary["report"] = str(write_report(config.run_dir))
+            summary["report"] = str(write_report(self.config.run_dir))
+        return summary
+
+    def _train(self, on_step: Callable[[dict[str, Any]], None] | None) -> dict[str, Any]:
+        config = self.config
+        summary: dict[str, Any] = {}
+        validated_at = saved_at = -1
+        last_save = time.monotonic()
+        if config.evaluate.at_start and self.progress.step == 0:
+            summary |= self._validate()
+        while not self._finished():
+            try:
+                with self._comm_trace() as trace:
+                    row, verdict = self._step(trace)
+            except StopIteration:  # a rollback has passed over data, so that the epochs end before the steps
+                break
+            summary |= row
+            if on_step is not None:
+                on_step(row)
+            if verdict.action == "stop":
+                raise StoppedByMonitor(f"stopped at step {row['step']} by {verdict.monitor}: {verdict.reason}")
+            if verdict.action == "rollback":
+                self._rollback(verdict)
+                continue
+            step = self.progress.step
+            if _due(config.evaluate.every, step):
+                summary |= self._validate()
+                validated_at = step
+            overdue = config.checkpoint.minutes and time.monotonic() - last_save > 60 * config.checkpoint.minutes
+            if _due(config.checkpoint.every, step) or self._agree(bool(overdue), config.checkpoint.minutes):
+                self.save(summary.get("val_loss") if validated_at == step else None)
+                saved_at, last_save = step, time.monotonic()
+            if row["interrupted"]:
+                if saved_at != step:
+                    self.save()
+                self.checkpointer.wait()
+                raise Interrupted(
+                    f"interrupted; saved step {step}. Go on with `trainwright train --resume {config.run_dir}`"
+                )
+        step = self.progress.step
+        if validated_at != step:
+            summary |= self._validate()
+        if saved_at != step:
+            self.save(summary.get("val_loss"))
+        self.checkpointer.wait()
         return summary
 
     def _finished(self) -> bool:
         seconds = self.config.train.seconds
         if seconds is not None and self.progress.seconds >= seconds:
             return True
-        return self.progress.step >= self.total_steps and not self._by_clock
+        return self.progress.step >= self.total_steps and not self.by_clock
 
     @property
-    def _by_clock(self) -> bool:
+    def by_clock(self) -> bool:
         train = self.config.train
         return train.steps is None and train.tokens is None and train.epochs is None
 
@@ -426,7 +292,7 @@ class Trainer:
         by_clock = int(self.total_steps * min(self.progress.seconds / seconds, 1.0))
         return min(max(self.progress.step, by_clock), self.total_steps - 1)
 
-    def _rate(self) -> float:
+    def rate(self) -> float:
         """The recipe's learning rate in the step at hand."""
         return float(self.optimizer.param_groups[0]["initial_lr"] * self.schedule(self._position()))
 
@@ -477,7 +343,7 @@ class Trainer:
         # One read of the device a step: the verdict has to come before the update.
         names = list(result.metrics)
         seconds_so_far = time.perf_counter() - t0 if is_main() else 0.0
-        flag = 1.0 if self._stop_signal is not None else 0.0
+        flag = 1.0 if self._signals.seen is not None else 0.0
         positions_here = result.positions / self.parallel.copies
         host = torch.tensor([positions_here, seconds_so_far, flag], dtype=torch.float64).to(self.device)
         sums = torch.stack([result.loss_sum, *result.metrics.values()]) / self.parallel.copies
@@ -563,12 +429,12 @@ class Trainer:
                 f"{verdict.monitor} asked for a rollback at step {failed} ({verdict.reason}), but there is no "
                 "checkpoint yet; set checkpoint.every"
             )
-        self._restore(path, loader=False)
+        self.restore(path, loader=False)
         for _ in range(verdict.skip_steps):
             with suppress(StopIteration):
                 self.loader.next_batch()
         self.save()  # a crash from here on must not resume behind the rollback
-        self._event(
+        self.outlet.event(
             {
                 "event": "rollback",
                 "step": self.progress.step,
@@ -591,12 +457,7 @@ class Trainer:
         if loss < self.progress.best_loss:
             self.progress.best_loss = loss
         row = {"step": self.progress.step, "tokens": self.progress.tokens, **figures}
-        if self.metrics is not None:
-            self.metrics.write(row)
-            for logger in self.loggers:
-                logger.log(row)
-            if self.display is not None:
-                self.display.validation(row)
+        self.outlet.validation(row)
         return figures
 
     def _validation(self) -> Any:
@@ -606,7 +467,7 @@ class Trainer:
     # -- what goes out ------------------------------------------------------------------------------------------
 
     def _emit(self, row: dict[str, Any], verdict: Decision) -> None:
-        if self.metrics is None:
+        if not self.outlet:
             return
         from trainwright.core.hardware import matmul_peak, memory_bytes
 
@@ -618,19 +479,10 @@ class Trainer:
                 self.progress.extra["optimizer_state_bytes"] = optimizer_state_bytes(self.optimizer)
             row["optimizer_state_bytes"] = self.progress.extra["optimizer_state_bytes"]
             row |= reported(self.optimizer) | reported(self.clip) | reported(self.objective)
-            shown = {k: v for k, v in row.items() if k != "interrupted"}
-            self.metrics.write(shown)
-            for logger in self.loggers:
-                logger.log(shown)
-        if self.display is not None:
-            self.display.update(row)
+            self.outlet.log({k: v for k, v in row.items() if k != "interrupted"})
+        self.outlet.step(row)
         for event in verdict.events:
-            self._event(event)
-
-    def _event(self, event: dict[str, Any]) -> None:
-        if self.metrics is not None:
-            self.metrics.write(event)
-            log.warning(", ".join(f"{k}={v}" for k, v in event.items()))
+            self.outlet.event(event)
 
     def _sample(self, prompt: str) -> None:
         from trainwright.train.runs import sample_text
@@ -647,7 +499,7 @@ class Trainer:
         if is_main():
             run_folder.write_atomic(self.config.run_dir / "sample.txt", text)
 
-    def _close(self) -> None:
+    def close(self) -> None:
         self._export_trace()  # of fewer steps than the recipe asks for
         self.loader.close()
         if self.parallel.context is not None:
@@ -656,25 +508,7 @@ class Trainer:
             if not lost_another(sys.exc_info()[1]):  # else a save that has begun waits for that rank too
                 self.checkpointer.close()
         finally:
-            for part in (self.display, self.metrics, *self.loggers):
-                if part is not None:
-                    part.close()
-
-    # -- signals ------------------------------------------------------------------------------------------------
-
-    def _catch_signals(self) -> dict[int, Any]:
-        def remember(number: int, frame: FrameType | None) -> None:
-            if self._stop_signal is not None and number == signal.SIGINT:
-                raise KeyboardInterrupt  # a second Ctrl-C does not wait for the step
-            self._stop_signal = number
-
-        old: dict[int, Any] = {}
-        for number in (signal.SIGINT, signal.SIGTERM):
-            try:
-                old[number] = signal.signal(number, remember)
-            except ValueError:  # not in the main thread: the embedding program keeps its own handling
-                break
-        return old
+            self.outlet.close()
 
     def _agree(self, flag: bool, asked: Any) -> bool:
         """Whether any rank raised ``flag``; a collective only where ``asked`` is set in the recipe."""
@@ -694,18 +528,3 @@ def _naming(section: str) -> Iterator[None]:
 
 def _due(every: int | None, step: int) -> bool:
     return every is not None and step % every == 0
-
-
-def _device(config: RunConfig) -> torch.device:
-    from trainwright.core.distributed import default_device
-
-    wanted = config.run.device
-    if wanted == "auto":
-        return default_device()
-    if wanted.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError("no CUDA device is usable here; use run.device=cpu", key="run.device", value=wanted)
-    if wanted == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError("no Apple GPU is usable here; use run.device=cpu", key="run.device", value=wanted)
-    if wanted == "cuda":
-        return default_device()
-    return torch.device(wanted)
