@@ -32,6 +32,8 @@ class Report:
     spells_special: int = 0  # a message spells a special token
     crossing: int = 0  # a token reaches over the beginning of the target, and is not trained on
     empty_answer: int = 0  # an answer that is trained on says nothing
+    left_out: int = 0  # the template leaves out thoughts, or what is said beside a call
+    parted: int = 0  # an answer begins or ends within a token of the whole text, and others follow
     prompt_repeated: int = 0  # both answers of a pair began with its prompt, which was taken away
     prompt_guessed: int = 0  # texts without prompt or a mark such as Assistant:
     date: str | None = None  # what the template takes for today, where it asks
@@ -63,6 +65,12 @@ def describe(report: dict[str, Any], max_length: int) -> str:
         ("spells_special", "spell a special token, which stays text"),
         ("crossing", "whose first token of the target is half the prompt's, and not trained on"),
         ("empty_answer", "with an empty answer, which trains the model to say nothing"),
+        ("left_out", "of whose answers the chat template leaves out a part (thoughts, or what is said beside a call)"),
+        (
+            "parted",
+            "where an answer begins or ends within a token, so that later answers see it encoded in another way than "
+            "in use (train_on: last has no such)",
+        ),
         ("prompt_repeated", "repeat the prompt in both answers, from which it was taken away"),
         (
             "prompt_guessed",

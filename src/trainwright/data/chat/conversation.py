@@ -10,8 +10,10 @@
 | preference         | ``chosen`` and ``rejected``, texts or messages; ``prompt?``; ``tools?``                         |
 
 Messages keep every key of theirs, for the template may want it (``reasoning_content``, ``tool_call_id``, ...). Only a
-key whose value is null is left out, which is how columnar files spell an absent one. Arguments of tool calls that are
-JSON text become objects, as templates expect them. ``weight`` of an assistant's message multiplies the loss on it.
+key whose value is null is left out, but null within the arguments of a call or the parameters of a tool is a value as
+any other. Rows of columnar files, where null is how an absent key is spelt, come without it. Arguments of tool calls
+that are JSON text become objects, as templates expect them. ``weight`` of an assistant's message multiplies the loss
+on it.
 """
 
 from __future__ import annotations
@@ -185,14 +187,20 @@ def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         tools = [tools]
     if not isinstance(tools, Sequence) or not all(isinstance(t, Mapping) for t in tools):
         raise DataError("tools should be a list of objects")
-    return [_without_null(t) for t in tools]
+    return [without_null(t, _VALUES) for t in tools]
 
 
-def _without_null(value: Any) -> Any:
-    """Columnar files give every object all keys that any has; the absent ones are null."""
+_VALUES = ("arguments", "parameters")  # what they hold is as it was said
+
+
+def without_null(value: Any, but: tuple[str, ...] = ()) -> Any:
+    """Objects without the keys whose value is null, save within those named ``but``.
+
+    Columnar files give every object all keys that any has; the absent ones are null.
+    """
     if isinstance(value, Mapping):
-        return {k: _without_null(v) for k, v in value.items() if v is not None}
-    return [_without_null(v) for v in value] if isinstance(value, list | tuple) else value
+        return {k: v if k in but else without_null(v, but) for k, v in value.items() if v is not None}
+    return [without_null(v, but) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _conversation(messages: Any, row: Mapping[str, Any], what: str = "messages") -> Conversation:
@@ -264,7 +272,7 @@ def _call(call: Any) -> dict[str, Any]:
     """As OpenAI and transformers write it: ``{"type": "function", "function": {"name", "arguments"}}``."""
     if not isinstance(call, Mapping):
         raise DataError(f"a tool call should be an object, got {type(call).__name__}")
-    call = _without_null(call)
+    call = without_null(call, _VALUES)
     inner = call["function"] if isinstance(call.get("function"), Mapping) else call
     if not isinstance(inner.get("name"), str):
         raise DataError("a tool call has no name")

@@ -1,4 +1,5 @@
-"""Rows of JSON Lines, JSON arrays and parquet files, one after another."""
+"""Rows of JSON Lines, JSON arrays and parquet files, one after another; those of parquet without the
+keys of inner objects that are null, for that is how an absent one is spelt there."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from trainwright.core.errors import DataError
+from trainwright.data.chat.conversation import without_null
 from trainwright.data.sources._files import (
     COMPRESSED,
     SourceFile,
@@ -130,7 +132,7 @@ def _parquet(file: SourceFile) -> Iterator[Row]:
                     if isinstance(row, UnicodeDecodeError):
                         yield number, DataError(f"{file.path}:{number}: not UTF-8 text ({row.reason})")
                     else:
-                        yield number, row
+                        yield number, {k: without_null(v) for k, v in row.items()}
                     number += 1
     except (pa.ArrowException, OSError) as error:
         raise parquet_error(file.path, error) from error

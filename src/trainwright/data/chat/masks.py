@@ -23,8 +23,9 @@ import numpy as np
 
 from trainwright.core.errors import DataError, ModelError
 from trainwright.data.chat.conversation import Conversation, Example, Preference, TextPair
-from trainwright.data.chat.template import DATE, ChatTemplate, Span, _encode_cut
-from trainwright.data.chat.tools import check_tools
+from trainwright.data.chat.ids import Encoder, make_encoder
+from trainwright.data.chat.template import DATE, ChatTemplate, Span
+from trainwright.data.chat.tools import check_written
 from trainwright.data.tokenizers.base import Tokenizer
 
 TrainOn = Literal["all", "last"]
@@ -70,9 +71,17 @@ class Masker:
     ):
         self.tokenizer, self.train_on, self.train_end_of_turn, self.date = tokenizer, train_on, train_end_of_turn, date
         self._template: ChatTemplate | None = None
+        self._plain: Encoder | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_template": None}  # made where it arrives
+        return {**self.__dict__, "_template": None, "_plain": None}  # made where it arrives
+
+    @property
+    def plain(self) -> Encoder:
+        """For text without special tokens."""
+        if self._plain is None:
+            self._plain = make_encoder(self.tokenizer, {})
+        return self._plain
 
     @property
     def date_written(self) -> str | None:
@@ -105,7 +114,7 @@ class Masker:
 
     def _pair(self, pair: TextPair) -> Encoded:
         bos = [] if self.tokenizer.bos_id is None else [self.tokenizer.bos_id]
-        ids, (start,) = _encode_cut(self.tokenizer, pair.prompt + pair.completion, [len(pair.prompt)])
+        ids, (start,), _ = self.plain.encode(pair.prompt + pair.completion, cuts=[len(pair.prompt)])
         weights = [0.0] * (len(bos) + start) + [1.0] * (len(ids) - start + 1)
         return _encoded([*bos, *ids, self.tokenizer.eos_id], weights)
 
@@ -115,15 +124,15 @@ class Masker:
             text, spans, factors = self._marked(talk) if template.marks else self._derived(talk)
         except ModelError as error:
             raise DataError(str(error)) from None
-        check_tools(talk, template, text)
+        written = check_written(talk, template, text)
         asked = [i for i in (talk.answers[-1:] if self.train_on == "last" else talk.answers) if talk.weights[i]]
         # With a stretch for every answer the empty ones have theirs: the end of the turn.
-        each = len(spans) == len(talk.answers if template.marks else asked)
+        each = len(spans) == len(talk.answers if template.marks and self.train_on == "all" else asked)
         trained_empty = each and any(talk.is_empty(i) for i in asked)
-        if self.train_on == "last":
-            spans, factors = spans[-1:], factors[-1:]
+        # What is not trained on is context, and read whole.
+        spans, factors = [s for s, f in zip(spans, factors, strict=True) if f], [f for f in factors if f]
         cuts = sorted({c for span in spans for c in span})
-        ids, places = template.encode(text, cuts)
+        ids, places, within = template.cut(text, cuts)
         place = dict(zip(cuts, places, strict=True))
         weights = [0.0] * len(ids)
         for (start, stop), factor in zip(spans, factors, strict=True):
@@ -137,7 +146,10 @@ class Masker:
         if self.train_end_of_turn and self._ends_bare(talk, ids, spans, place):
             ids.append(self.tokenizer.eos_id)
             weights.append(factors[-1])
-        notes = ("empty_answer",) if trained_empty else ()
+        # What comes before a later answer is then not read as it is in use, where nothing parts it.
+        parted = bool(within) and cuts[within[0]] < spans[-1][0]
+        noted = {"empty_answer": trained_empty, "left_out": not written, "parted": parted}
+        notes = tuple(note for note, so in noted.items() if so)
         return replace(_encoded(ids, weights, template.spells_special(text)), notes=notes)
 
     def _ends_bare(self, talk: Conversation, ids: list[int], spans: list[Span], place: dict[int, int]) -> bool:
@@ -152,6 +164,9 @@ class Masker:
 
     def _marked(self, talk: Conversation) -> tuple[str, list[Span], list[float]]:
         text, spans = self.template.render_marked(talk.messages, talk.tools)
+        if self.train_on == "last":
+            spans = self._of_last(talk, text, spans)
+            return text, spans, [talk.weights[talk.answers[-1]]] * len(spans)
         factors = [talk.weights[i] for i in talk.answers]
         if len(spans) != len(factors):
             if len(set(factors)) > 1:
@@ -161,6 +176,21 @@ class Masker:
                 )
             factors = [factors[0]] * len(spans)
         return text, spans, factors
+
+    def _of_last(self, talk: Conversation, text: str, spans: list[Span]) -> list[Span]:
+        """Those of ``spans`` that are the last answer's: all that are not there before it is given."""
+        if len(talk.answers) == 1:
+            return spans
+        before, earlier = self.template.render_marked(talk.messages[: talk.answers[-1]], talk.tools)
+        if [text[a:b] for a, b in spans[: len(earlier)]] == [before[a:b] for a, b in earlier]:
+            return spans[len(earlier) :]
+        if len(spans) == len(talk.answers):
+            return spans[-1:]
+        raise UnstableTemplate(
+            f"the template marks {len(spans)} stretches in a conversation of {len(talk.answers)} answers and changes "
+            "earlier ones when the last is given, so there is no telling which are the last one's; give "
+            "tokenizer.chat_template one that marks a stretch for each answer"
+        )
 
     def _derived(self, talk: Conversation) -> tuple[str, list[Span], list[float]]:
         template, messages, tools = self.template, talk.messages, talk.tools

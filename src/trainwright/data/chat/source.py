@@ -22,7 +22,7 @@ from trainwright.data.sources.base import Split
 from trainwright.data.tokenizers.base import Tokenizer
 
 log = logging.getLogger("trainwright")
-MASK_FORMAT = 2  # changes when the same rows would be given other tokens or weights
+MASK_FORMAT = 3  # changes when the same rows would be given other tokens or weights
 GROUP = 1024  # documents that are written at once
 
 
@@ -177,7 +177,8 @@ class ExampleSource(SplitSource, ABC):
     def _tell(self, report: dict[str, Any], split: Split, limit: int) -> None:
         if not report.get("rows"):
             return
-        told = ("cut", "dropped", "cut_before_answer", "untrained", "bad", "empty_answer", "prompt_guessed")
-        lost = any(report.get(k) for k in told)
-        say = log.warning if lost else log.info
+        lost = "cut", "dropped", "cut_before_answer", "untrained", "bad"
+        odd = "empty_answer", "left_out", "parted", "prompt_guessed"
+        told = any(report.get(k) for k in (*lost, *odd))
+        say = log.warning if told else log.info
         say("source %s, %s: %s", self.label, split, describe(report, limit))

@@ -5,19 +5,22 @@ Text of a message that spells a special token stays text: no message can end a t
 
 from __future__ import annotations
 
+import bisect
 import datetime as dt
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainwright.core.errors import DataError, ModelError
+from trainwright.data.chat.ids import STAND_IN, Cut, make_encoder
 from trainwright.data.tokenizers.base import Tokenizer
 
 # Code points that are no characters and never will be. GUARD breaks up a special token that a message spells; the
 # others stand around what a template has between {% generation %} and {% endgeneration %}.
 GUARD, OPEN, CLOSE = "\ufdd0", "\ufdd1", "\ufdd2"
-_OURS = re.compile(f"[{GUARD}{OPEN}{CLOSE}]")
+_OURS = re.compile(f"[{GUARD}{OPEN}{CLOSE}{STAND_IN}]")
 _MARKS = re.compile(f"[{OPEN}{CLOSE}]")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -65,6 +68,7 @@ class ChatTemplate:
         }
         ordered = sorted(self.special, key=len, reverse=True)
         self._special = re.compile("|".join(re.escape(t) for t in ordered)) if ordered else None
+        self._encoder = make_encoder(tokenizer, self.special)
         self.marks = bool(_GENERATION.search(tokenizer.chat_template))
         now = dt.datetime.now() if date is None else dt.datetime.combine(date, dt.time())
         try:
@@ -112,7 +116,7 @@ class ChatTemplate:
 
     def _guarded(self, text: str) -> str:
         if not text.isascii() and _OURS.search(text):
-            raise DataError("a message holds a code point of U+FDD0..U+FDD2, which are no characters; remove it")
+            raise DataError("a message holds a code point of U+FDD0..U+FDD3, which are no characters; remove it")
         if self._special is None:
             return text
         return self._special.sub(lambda m: m[0][0] + GUARD + m[0][1:] if len(m[0]) > 1 else m[0], text)
@@ -139,38 +143,31 @@ class ChatTemplate:
     def encode(self, text: str, cuts: Sequence[int] = ()) -> tuple[list[int], list[int]]:
         """Ids of a rendered chat, and the place among them of each of ``cuts`` (characters, ascending).
 
-        Special tokens are those of the vocabulary; what lies between is plain text. No token reaches over a cut: the
-        text is encoded as a whole where its tokens part there, else apart, as it is when a model is given what comes
-        before the cut and goes on by itself.
+        They are those that the tokenizer gives the whole text, where special tokens that a message spells are text.
+        No token reaches over a cut: the text is encoded apart there if one would, as it is when a model is given what
+        comes before the cut and goes on by itself. Raises ModelError for a tokenizer that does not read the
+        template's special tokens as such, and DataError where the text cannot be parted.
         """
-        ids: list[int] = []
-        places: list[int] = []
-        todo = list(cuts)
-        at = 0
-        for found in self._special.finditer(text) if self._special is not None else ():
-            at = self._plain(text, at, found.start(), todo, ids, places)
-            ids.append(self.special[found[0]])
-            at = found.end()
-        self._plain(text, at, len(text), todo, ids, places)
-        return ids, places + [len(ids)] * len(todo)
+        ids, places, _ = self.cut(text, cuts)
+        return ids, places
 
-    def _plain(self, text: str, start: int, stop: int, todo: list[int], ids: list[int], places: list[int]) -> int:
-        inside = []
-        while todo and todo[0] <= stop:
-            cut = todo.pop(0)
-            if cut <= start:
-                places.append(len(ids))
-            else:
-                inside.append(cut - start)
-        if start < stop:
-            piece = text[start:stop]
-            if GUARD in piece:
-                inside = [c - piece.count(GUARD, 0, c) for c in inside]
-                piece = piece.replace(GUARD, "")
-            new, at = _encode_cut(self.tokenizer, piece, inside)
-            places += [len(ids) + a for a in at]
-            ids += new
-        return stop
+    def cut(self, text: str, cuts: Sequence[int] = ()) -> Cut:
+        """As :meth:`encode`, with the numbers of the cuts where the text is encoded apart."""
+        special = list(self._special.finditer(text)) if self._special is not None else []
+        before = _guards_before(text)
+        made = self._encoder.encode(
+            text.replace(GUARD, ""),
+            [(m.start() - before(m.start()), m.end() - before(m.end()), self.special[m[0]]) for m in special],
+            [cut - before(cut) for cut in cuts],
+        )
+        if GUARD in text:
+            for name, written in Counter(m[0] for m in special).items():
+                if made.ids.count(self.special[name]) > written:
+                    raise DataError(
+                        f"a message spells {name!r}, which the tokenizer reads as that token whoever writes it; take "
+                        "it out of the message"
+                    )
+        return made
 
     def spells_special(self, text: str) -> bool:
         """Whether a rendered chat has a message that spells a special token."""
@@ -196,21 +193,10 @@ class ChatTemplate:
         return every[-1].end() if every and not text[every[-1].end() :].strip() else len(text)
 
 
-def _encode_cut(tokenizer: Tokenizer, text: str, cuts: Sequence[int]) -> tuple[list[int], list[int]]:
-    ids = list(tokenizer.encode(text))
-    places: list[int] = []
-    for i, cut in enumerate(cuts):
-        if cut >= len(text):
-            places.append(len(ids))
-            continue
-        head = list(tokenizer.encode(text[:cut]))
-        if ids[: len(head)] == head:
-            places.append(len(head))
-            continue
-        head, before = _encode_cut(tokenizer, text[:cut], cuts[:i])
-        tail, behind = _encode_cut(tokenizer, text[cut:], [c - cut for c in cuts[i + 1 :]])
-        return head + tail, [*before, len(head), *(len(head) + b for b in behind)]
-    return ids, places
+def _guards_before(text: str) -> Callable[[int], int]:
+    """How many guards ``text`` has before a place in it."""
+    guards = [m.start() for m in re.finditer(GUARD, text)]
+    return lambda place: bisect.bisect_left(guards, place)
 
 
 def _each_text(value: Any, change: Callable[[str], str]) -> Any:
