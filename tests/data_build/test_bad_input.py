@@ -77,7 +77,7 @@ def wrong_row(kind):
 def test_a_malformed_row_is_refused_or_skipped_under_the_limit(tmp_path, kind):
     row, reason, said = wrong_row(kind)
     rows = ["one", row, "two", row, "three"]
-    with pytest.raises(DataError, match=rf"a\.{kind}:[12]: .*{said}.*on_bad=skip"):
+    with pytest.raises(DataError, match=rf"a\.{kind}:[12]: .*{said}.*--on-bad skip"):
         texts(make(tmp_path, kind, rows))
     (tmp_path / "2").mkdir()
     reader = make(tmp_path / "2", kind, rows, bad=2)

@@ -212,7 +212,7 @@ def test_a_lost_process_changes_nothing(tmp_path, raw, local_ray):
 def test_errors_come_out_as_they_are(tmp_path, raw, inline):
     with pytest.raises(ValueError, match="document 40"):
         run([Fails()], reading(raw), Writer(tmp_path / "a"))
-    with pytest.raises(DataError, match=r"malformed JSON.*on_bad=skip|expected an object.*on_bad=skip|no text|missing"):
+    with pytest.raises(DataError, match=r"(malformed JSON|expected an object).*--on-bad skip|no text|missing"):
         run([Lengths(1)], Inputs(raw), Writer(tmp_path / "b"))
     with pytest.raises(DataError, match="more than the limit max_bad=1"):
         run([Lengths(1)], reading(raw, 1), Writer(tmp_path / "c"))

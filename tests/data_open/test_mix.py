@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 import math
 from collections import Counter
 
@@ -94,6 +95,21 @@ def test_by_weight(sources, tmp_path, capsys):
     assert "Mixture" in page and "MIT" in page
     assert run(["data", "mix", *sources, "--out", str(out), *weights]) == 2
     assert "is not empty" in capsys.readouterr().err
+
+
+def test_shares_that_large_documents_miss_are_said(tmp_path, capsys, caplog):
+    write_documents([Document("x" * 60_000, f"a{i}", "a") for i in range(4)], tmp_path / "a")
+    write_documents([Document("y" * 60_000, f"b{i}", "b") for i in range(4)], tmp_path / "b")
+    inputs = [f"a={tmp_path / 'a'}", f"b={tmp_path / 'b'}"]
+    weights = ["--weight", "a=3", "--weight", "b=1", "--total", "100k"]
+    caplog.set_level(logging.WARNING, "trainwright")
+    logging.getLogger("trainwright").propagate = True
+    assert run(["data", "mix", *inputs, "--out", str(tmp_path / "out"), *weights]) == 0
+    shown = capsys.readouterr()
+    row = next(line.split() for line in shown.out.splitlines() if line.split()[:1] == ["a"])
+    assert row[1:4] == ["75.00%", "66.67%", "120,000"]
+    assert "a 66.7% instead of 75.0%, b 33.3% instead of 25.0%" in caplog.text + shown.err
+    assert "66.67%" in (tmp_path / "out" / "samples.html").read_text()
 
 
 def test_by_temperature_and_all_that_fits(sources, tmp_path):

@@ -48,12 +48,13 @@ def mix(
 
     view = Table(box=None, pad_edge=False, header_style="bold")
     view.add_column("source")
-    for heading in ("share", found["mixture"]["unit"], "documents", "has", "epochs"):
+    for heading in ("asked", "share", found["mixture"]["unit"], "documents", "has", "epochs"):
         view.add_column(heading, justify="right")
+    whole = found["mixture"]["total"] or 1
     for name, row in found["mixture"]["sources"].items():
         view.add_row(
-            name, f"{row['fraction']:.2%}", f"{row['given']:,}", f"{row['documents']:,}", f"{row['available']:,}",
-            f"{row['epochs']:.2f}",
+            name, f"{row['fraction']:.2%}", f"{row['given'] / whole:.2%}", f"{row['given']:,}",
+            f"{row['documents']:,}", f"{row['available']:,}", f"{row['epochs']:.2f}",
         )  # fmt: skip
     console().print(view)
     print(f"{out}: {found['documents']:,} documents", end="")

@@ -87,14 +87,14 @@ def _sources(sources: dict[str, dict[str, int]]) -> str:
 
 
 def _mixture(mixture: dict[str, Any]) -> str:
-    unit = mixture["unit"]
+    unit, total = mixture["unit"], mixture["total"] or 1
     rows = [
-        f"<tr><td>{escape(name)}</td><td>{s['fraction']:.2%}</td><td>{s['given']:,}</td><td>{s['available']:,}</td>"
-        f"<td>{s['epochs']:.2f}</td></tr>"
+        f"<tr><td>{escape(name)}</td><td>{s['fraction']:.2%}</td><td>{s['given'] / total:.2%}</td>"
+        f"<td>{s['given']:,}</td><td>{s['available']:,}</td><td>{s['epochs']:.2f}</td></tr>"
         for name, s in mixture["sources"].items()
     ]
     return "<h2>Mixture</h2>" + _rows(
-        ("source", "share", f"{unit} given", f"{unit} it has", "times gone through"), rows
+        ("source", "share asked", "share", f"{unit} given", f"{unit} it has", "times gone through"), rows
     )
 
 

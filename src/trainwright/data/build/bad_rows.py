@@ -39,7 +39,9 @@ class BadRows:
         self.rows += 1
         self.bad += 1
         if self.on_bad == "refuse":
-            raise DataError(f"{error} (to skip and count such rows: on_bad=skip)") from None
+            raise DataError(
+                f"{error} (to skip and count such rows: --on-bad skip, or bad_rows=BadRows('skip'))"
+            ) from None
         self._last = str(error)
         self._statistics.counts["bad rows"] += 1
         self._statistics.counts[f"bad rows: {reason}"] += 1

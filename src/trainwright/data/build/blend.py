@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 import os
 import pickle
@@ -27,13 +28,15 @@ from trainwright.core.errors import ConfigError, DataError, nearest
 from trainwright.data.build.composition import MANIFEST, read_manifest, write_manifest
 from trainwright.data.build.decontamination import NgramDecontaminate
 from trainwright.data.build.documents import Document
-from trainwright.data.build.mixing import Share, gather, is_held_out, mix, plan_mixture, scatter, shuffle
+from trainwright.data.build.mixing import Share, differing, gather, is_held_out, mix, plan_mixture, scatter, shuffle
 from trainwright.data.build.operator_hashes import hash_values, operator_hashes
 from trainwright.data.build.pipeline import Progress, Watcher, save_statistics
 from trainwright.data.build.resume import FOLDER, Made, lock, write_whole
 from trainwright.data.build.seen import SeenHashes
 from trainwright.data.build.statistics import Drop, Statistics
 from trainwright.data.build.writers import Writer
+
+log = logging.getLogger("trainwright")
 
 UNITS: dict[str, Callable[[Document], int]] = {
     "bytes": lambda d: len(d.text.encode("utf-8", "surrogatepass")),
@@ -303,6 +306,13 @@ class Blend:
                 if watch is not None and (now := time.monotonic()) - told >= 1.0:
                     told, progress.seconds = now, now - started
                     watch(progress)
+        if off := differing(shares):
+            asked = ", ".join(f"{n} {p:.1%} instead of {shares[n].fraction:.1%}" for n, p in off.items())
+            log.warning(
+                "data mix: documents are large beside the total, so that shares are not those asked (%s); raise total, "
+                "or cut the documents into smaller ones",
+                asked,
+            )
         held_out = 0
         if self.holdout:
             shutil.rmtree(corpus / "validation", ignore_errors=True)

@@ -28,6 +28,7 @@ from trainwright.data.build.documents import Document
 
 BUCKET_BYTES = 1 << 26  # of the documents that a shuffle holds at once, about
 MOST_BUCKETS = 128  # files open at once; a corpus of more bytes takes one more pass over the disk
+NOTABLE = 0.03  # of a share
 _RECORD = struct.Struct("<QQ")  # key and length of the pickled document behind it
 
 
@@ -109,6 +110,16 @@ def mix(
         if share.given >= share.target:
             open_sources.discard(name)
         yield document
+
+
+def differing(shares: Mapping[str, Share]) -> dict[str, float]:
+    """The share that each source got, where one is more than NOTABLE off what was asked; else nothing.
+
+    A source ends within one document of its target, which is much where documents are large beside the total.
+    """
+    total = sum(s.given for s in shares.values())
+    got = {name: s.given / total for name, s in shares.items()} if total else {}
+    return got if any(abs(got[n] - shares[n].fraction) > NOTABLE for n in got) else {}
 
 
 def shuffle(

@@ -298,8 +298,11 @@ class HfReader(Reader):
         from trainwright.data.sources.hf import HfSource
 
         rows = HfSource.model_validate({"name": "hf", "path": str(file.path), "split": self.split})
+        found = rows._dataset(self.split)
+        for name, number in rows.other_splits(self.split).items():
+            self.statistics.counts[f"rows of the split {name}, not read"] += number
         number = 0
-        for batch in rows._batches(rows._dataset(self.split), str(file.path)):
+        for batch in rows._batches(found, str(file.path)):
             columns = list(batch)
             for values in zip(*batch.values(), strict=True):
                 try:

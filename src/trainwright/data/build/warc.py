@@ -5,28 +5,23 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Iterator
-from html.parser import HTMLParser
 from typing import Any
 
 from trainwright.core.errors import DataError
 from trainwright.data.build.documents import Document
 from trainwright.data.build.readers import BadRow, Reader
+from trainwright.data.build.web_page import decode_page, html_text
 from trainwright.data.sources._files import SourceFile, need, open_binary
 
-# What is on a page beside its text.
-_LEFT_OUT = frozenset(
-    ("script", "style", "noscript", "template", "svg", "nav", "header", "footer", "aside", "form", "button", "select")
-)
-_BLOCKS = frozenset(
-    ("p", "div", "section", "article", "main", "li", "ul", "ol", "table", "tr", "h1", "h2", "h3", "h4", "h5", "h6",
-     "pre", "blockquote", "br", "hr", "dd", "dt", "figcaption", "title")
-)  # fmt: skip
-_CHARSET = re.compile(rb"""charset\s*=\s*["']?\s*([A-Za-z0-9_\-]+)""", re.I)
+_STATUS = re.compile(r"[1-9]\d\d", re.A)
+_MARKED = re.compile(rb"\xef\xbb\xbf|\xff\xfe|\xfe\xff")
+_CHARSET = re.compile(rb"""charset\s*=\s*["']?\s*([A-Za-z0-9_\-:.]+)""", re.I)
 
 
 class WarcReader(Reader):
-    """WET (``conversion`` records) and WARC (``response`` records with HTML or plain text); other records are passed
-    over and counted. The id is the record's, the URL its target, the licence the archive does not know."""
+    """WET (``conversion`` records) and WARC (``response`` records with HTML or plain text and the status 200); other
+    records are passed over and counted, by status. The id is the record's, the URL its target, the licence the archive
+    does not know."""
 
     format = "warc"
     suffixes = (".warc", ".wet", ".warc.wet")
@@ -49,10 +44,10 @@ class WarcReader(Reader):
                     except BadRow as bad:
                         yield bad
                     else:
-                        if document is not None:
-                            yield document
+                        if isinstance(document, str):
+                            self.statistics.counts[document] += 1
                         else:
-                            self.statistics.counts["other records"] += 1
+                            yield document
                     number += 1
                 stream.read(1)  # warcio takes a packed file that is cut short for one that has ended
             except ArchiveLoadFailed as error:
@@ -63,7 +58,8 @@ class WarcReader(Reader):
         if number == 0 and file.path.stat().st_size:
             yield BadRow("malformed record", f"{file.path}:0: holds no WARC record")
 
-    def _record(self, record: Any, file: SourceFile, number: int) -> Document | None:
+    def _record(self, record: Any, file: SourceFile, number: int) -> Document | str:
+        """The record's document, or what a record without one counts as."""
         where = f"{file.path}:{number}"
         header = record.rec_headers.get_header
         if not header("WARC-Type") or header("Content-Length") is None:
@@ -73,10 +69,22 @@ class WarcReader(Reader):
         elif record.rec_type == "response" and record.http_headers is not None:
             kind = (record.http_headers.get_header("Content-Type") or "").lower()
             if "html" not in kind and "text/plain" not in kind:
-                return None
-            text, decoded = self._page(record.content_stream().read(), kind, where)
+                return "other records"
+            status = record.http_headers.get_statuscode() or ""
+            if status != "200":  # errors, redirections and parts have texts that are no page's
+                return f"pages with status {status}" if _STATUS.fullmatch(status) else "pages without a status"
+            data = record.content_stream().read()
+            packed = (record.http_headers.get_header("Content-Encoding") or "").strip().lower()
+            if (
+                packed in ("br", "zstd", "compress")
+                and not self._unpacked(packed)
+                and not data.lstrip().startswith(b"<")
+            ):
+                what = "; install the package brotli to read it" if packed == "br" else ", which is not read"
+                raise BadRow("packed page", f"{where}: the page is packed with {packed}{what}")
+            text, decoded = self._page(data, kind, where)
         else:
-            return None
+            return "other records"
         metadata = {"date": header("WARC-Date")} if header("WARC-Date") else {}
         return Document(
             text=text,
@@ -88,58 +96,28 @@ class WarcReader(Reader):
             provenance=decoded,
         )
 
+    def _unpacked(self, packed: str) -> bool:
+        from warcio.bufferedreaders import BufferedReader
+
+        return packed in BufferedReader.DECOMPRESSORS
+
     def _page(self, data: bytes, kind: str, where: str) -> tuple[str, list[dict[str, Any]]]:
-        named = _CHARSET.search(kind.encode("latin-1", "ignore")) or _CHARSET.search(data[:2048])
         steps: list[dict[str, Any]] = []
+        header, inside = _CHARSET.search(kind.encode("latin-1", "ignore")), _CHARSET.search(data[:2048])
+        label = named[1].decode("ascii") if (named := header or inside) else "utf-8"
+        # A byte order mark says more; and what reads charset=utf-16 in a page byte by byte is not in it.
+        if _MARKED.match(data) or (not header and label.lower().startswith("utf-16")):
+            label = "utf-8"
         try:
-            encoding = named[1].decode("ascii") if named else "utf-8"
-            text = data.decode(encoding)
-            if encoding.lower() not in ("utf-8", "utf8", "ascii"):
-                steps.append({"step": "decode", "encoding": encoding.lower()})
+            text, encoding = decode_page(data.removeprefix(b"\xef\xbb\xbf"), label)
+            if encoding != "utf-8":
+                steps.append({"step": "decode", "encoding": encoding})
         except (LookupError, UnicodeDecodeError):
             text, steps = self._decode(data, where)
         if "html" in kind:
             text = html_text(text)
             steps.append({"step": "html_text"})
         return text, steps
-
-
-class _Text(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__(convert_charrefs=True)
-        self.parts: list[str] = []
-        self._left_out: list[str] = []
-
-    def parse_marked_section(self, i: int, report: Any = 1) -> int:
-        try:
-            return super().parse_marked_section(i, report)
-        except AssertionError:  # "<![" and a word that the parser does not know: a comment, as browsers read it
-            return self.parse_bogus_comment(i)
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        if tag in _LEFT_OUT:
-            self._left_out.append(tag)
-        elif tag in _BLOCKS:
-            self.parts.append("\n")
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag in self._left_out:  # and whatever was opened inside and not closed
-            del self._left_out[self._left_out.index(tag) :]
-        elif tag in _BLOCKS:
-            self.parts.append("\n")
-
-    def handle_data(self, data: str) -> None:
-        if not self._left_out:
-            self.parts.append(data)
-
-
-def html_text(page: str) -> str:
-    """The text of a page, a block a line, without scripts, menus and forms."""
-    parser = _Text()
-    parser.feed(page)
-    parser.close()
-    lines = (" ".join(line.split()) for line in "".join(parser.parts).split("\n"))
-    return "\n".join(line for line in lines if line)
 
 
 def write_record(writer: Any, document: Document) -> None:

@@ -1,4 +1,7 @@
-"""Solutions run against tests: each pair in a process of its own, twice, each answer kept by a hash of the pair."""
+"""Solutions run against tests: each pair in a process of its own, twice, each answer kept by a hash of the pair.
+
+What a test compares with a literal is compared outside of that process, see outside.py.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,12 @@ from pathlib import Path
 import numpy as np
 
 from trainwright.core.errors import DataError
-from trainwright.core.sandbox import Limits, Program, Result, Sandbox
+from trainwright.core.sandbox import Limits, Result, Sandbox
 from trainwright.data.synthetic.mutants import mutants
+from trainwright.data.synthetic.outside import passed, program
 from trainwright.data.synthetic.verification import Bools, blame
 
-FORMAT = 1  # changes when the same pair would be judged otherwise
+FORMAT = 2  # changes when the same pair would be judged otherwise
 LIMITS = Limits(wall_seconds=30.0, cpu_seconds=5.0)
 
 
@@ -118,14 +122,14 @@ class Verifier:
                 todo.append(pair)
             else:
                 found[pair] = known
-        programs = (Program(code, tests=(test,) if test else ()) for code, test in todo)
+        programs = (program(code, (test,) if test else ()) for code, test in todo)
         for pair, result in zip(todo, self.sandbox.map(programs, twice=self.twice), strict=True):
             both: tuple[Result, ...] = result if self.twice else (result,)
-            passed = [r.passed if pair[1] else r.ok for r in both]
-            status: str = both[0].status if all(p == passed[0] for p in passed) else "flaky"
-            if status == "ok" and not passed[0]:
+            right = [all(passed(r, pair[1:])) if pair[1] else r.ok for r in both]
+            status: str = both[0].status if all(p == right[0] for p in right) else "flaky"
+            if status == "ok" and not right[0]:
                 status = "failed"
-            found[pair] = (status, all(passed))
+            found[pair] = (status, all(right))
             if not any(r.status in ("timeout", "lost") for r in both):
                 self.cache.put(self.key(*pair), *found[pair])
         return found
@@ -166,10 +170,10 @@ class Verifier:
             for p, o in zip(problems, outcomes, strict=True)
             if len(p.tests) > 1 and (o.runs & ~o.unstable).any()
         ]
-        programs = [Program(p.solutions[s], tests=tuple(p.tests)) for p, _, s in chosen]
-        for (_, o, s), result in zip(chosen, self.sandbox.map(programs), strict=True):
+        programs = [program(p.solutions[s], p.tests) for p, _, s in chosen]
+        for (p, o, s), result in zip(chosen, self.sandbox.map(programs), strict=True):
             if result.ok and len(result.tests) == len(o.sharing):
-                together = np.array([t is None for t in result.tests], bool)
+                together = np.array(passed(result, p.tests), bool)
                 o.sharing[:] = (together != o.passes[s]) & ~o.flaky
 
     def mutation_score(self, code: str, tests: Sequence[str], most: int | None = 30, seed: int = 0) -> float | None:
