@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 import subprocess
 import sys
 import time
@@ -131,6 +132,16 @@ def test_exit_codes(run, trainer, error, code, text):
     assert got == code and out == "" and err == (text if text is not None else f"error: {error}\n")
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_only_a_process_alone_says_what_ended_its_set_up(run, trainer, monkeypatch, ranks):
+    """A rank that its launcher ends dies of the signal, by which it is told from one that failed."""
+    before, seen = signal.getsignal(signal.SIGTERM), []
+    monkeypatch.setattr(trainer, "__init__", lambda *a, **k: seen.append(signal.getsignal(signal.SIGTERM)))
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    assert run("train")[0] == 0
+    assert (seen[0] == before) == (ranks > 1) and signal.getsignal(signal.SIGTERM) == before
+
+
 def test_a_fault_of_ours_keeps_its_traceback(run, trainer):
     trainer.end = RuntimeError("bug")
     with pytest.raises(RuntimeError, match="bug"):
@@ -241,12 +252,24 @@ def test_init_writes_a_recipe_that_checks_and_refuses_to_replace(run, tmp_path):
     assert run("init", path, "--force")[0] == 0
 
 
-def test_every_commented_default_is_one(run, tmp_path):
+def test_init_for_a_task_that_it_does_not_know(run, tmp_path):
+    code, _, err = run("init", tmp_path / "x.yaml", "--for", "dpo")
+    assert code == 2 and "'dpo'" in err and "pretrain, continue, sft, lora" in err
+    assert not (tmp_path / "x.yaml").exists()
+
+
+@pytest.mark.parametrize("task", ["pretrain", "continue", "sft", "lora"])
+def test_every_commented_default_is_one(run, tmp_path, task):
     """Taking the mark off any one commented line gives a recipe that still checks."""
+    import yaml
+
     from trainwright.cli.template import text
     from trainwright.config import RunConfig
 
-    lines = text("mine").splitlines()
+    lines = text("mine", task).splitlines()
+    assert RunConfig.from_dict(yaml.safe_load("\n".join(lines))).objective.name == (
+        "sft" if task in ("sft", "lora") else "next_token"
+    )
     tried = 0
     for i, line in enumerate(lines):
         bare = line.replace("# ", "", 1)
@@ -325,3 +348,51 @@ def test_help_is_instant_and_imports_nothing_heavy():
         )
         best = min(best, time.perf_counter() - start)
     assert best < 0.5
+
+
+# -- what is said of missing options ------------------------------------------------------------------------------
+
+
+def test_compare_names_the_options_that_it_lacks(run, tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("train: {steps: 2}\n")
+    code, _out, err = run("compare", recipe)
+    assert code == 2 and "--vary KEY=A,B" in err and "--arm NAME:KEY=VALUE" in err
+
+
+@pytest.mark.parametrize("given", [(), ("--world", 16)])
+def test_plan_comm_names_the_number_of_ranks(run, tmp_path, given):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("train: {steps: 2, seq_len: 64, global_batch_tokens: 128}\n")
+    code, _out, err = run("plan", "comm", recipe, *given)
+    err = err.replace("\n", " ")
+    assert code == 2 and (f"for {given[1]} ranks; --world" if given else "for 8 ranks, the default; --world") in err, (
+        err
+    )
+    assert run("plan", "comm", recipe, "--world", 2)[0] == 0
+
+
+def test_warnings_of_ours_are_messages(capsys, monkeypatch):
+    import logging
+    import warnings
+
+    from trainwright.cli.output import log_to_terminal
+    from trainwright.train.progress import terminal
+
+    others: list[str] = []
+    logger = logging.getLogger("trainwright")
+    for name in ("handlers", "level", "propagate"):
+        monkeypatch.setattr(logger, name, getattr(logger, name))
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "showwarning", lambda message, *where: others.append(str(message)))
+        terminal.cache_clear()
+        log_to_terminal()
+        log_to_terminal()  # once is enough
+        warnings.warn_explicit("few ids", UserWarning, "/x/trainwright/data/module.py", 142)
+        warnings.warn_explicit("not ours", UserWarning, "/x/torch/nn.py", 7)
+        warnings.warn_explicit("old", DeprecationWarning, "/x/trainwright/a.py", 7)
+    terminal.cache_clear()
+    err = capsys.readouterr().err
+    assert "WARNING  few ids" in err and err.count("few ids") == 1 and "module.py" not in err
+    assert others == ["not ours", "old"]

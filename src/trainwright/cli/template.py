@@ -18,9 +18,36 @@ CHOSEN: dict[str, dict[str, Any]] = {
     "data": {"sources": [{"name": "python_stdlib"}]},
     "optimizer": {"name": "adamw", "lr": 1e-3},
     "schedule": {"name": "cosine"},
-    "train": {"steps": 500, "seq_len": 256, "global_batch_tokens": 8192},
+    "train": {"steps": 500, "seq_len": 256, "global_batch_tokens": 4096},
     "checkpoint": {"every": 100, "keep": 3},
     "evaluate": {"every": 100},
+}
+_OPEN_MODEL: dict[str, Any] = {
+    "model": {"name": "pretrained", "path": "models/base"},
+    "tokenizer": None,
+    "schedule": {"name": "cosine", "warmup": 0.03},
+}
+_CHATS: dict[str, Any] = {
+    **_OPEN_MODEL,
+    "data": {"sources": [{"name": "chat", "path": "chats.jsonl"}]},
+    "objective": {"name": "sft"},
+    "train": {"epochs": 3, "seq_len": 2048, "global_batch_tokens": 65536},
+}
+# What a task sets otherwise; None leaves the section to its default.
+TASKS: dict[str, dict[str, Any]] = {
+    "pretrain": {},
+    "continue": {
+        **_OPEN_MODEL,
+        "data": {"sources": [{"name": "text", "path": "corpus/"}]},
+        "optimizer": {"name": "adamw", "lr": 5e-5},
+        "train": {"epochs": 1, "seq_len": 2048, "global_batch_tokens": 131072},
+    },
+    "sft": {**_CHATS, "optimizer": {"name": "adamw", "lr": 2e-5}},
+    "lora": {
+        **_CHATS,
+        "optimizer": {"name": "adamw", "lr": 2e-4},
+        "transforms": [{"name": "lora", "rank": 16, "alpha": 32}],
+    },
 }
 NOTES = {
     "model": "`trainwright methods model` lists them; {name: pretrained, path: FOLDER} goes on from weights.",
@@ -29,23 +56,33 @@ NOTES = {
     "schedule": "Multiplies the learning rate over the run.",
     "tokenizer": "A BPE trained on the data; or {name: bytes}, or {name: hf, path: FOLDER}.",
     "train": "The length is one of steps, tokens, epochs; seconds may end it earlier.",
+    "objective": "The loss; sft trains on the answers alone.",
+    "transforms": "Changes to the model, in order; without lora all weights are trained.",
+}
+TASK_NOTES = {
+    "model": "A folder that transformers loads, as `hf download Qwen/Qwen2.5-0.5B --local-dir models/base` makes one.",
+    "tokenizer": "That of the model's folder.",
 }
 
 
-def write(path: Path, force: bool = False) -> None:
+def write(path: Path, force: bool = False, task: str = "pretrain") -> None:
     """Write the recipe to ``path``. Raises InputError when it exists (without ``force``) or cannot be written."""
+    if task not in TASKS:
+        raise InputError(f"no recipe for {task!r}; there is one for each of {', '.join(TASKS)}")
     if path.exists() and not force:
         raise InputError(f"{path} exists; choose another file, or replace it with --force")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text(path.stem), "utf-8")
+        path.write_text(text(path.stem, task), "utf-8")
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror or error}") from None
 
 
-def text(run_name: str) -> str:
+def text(run_name: str, task: str = "pretrain") -> str:
     """The recipe as text. Its active lines are checked here, so that ``init`` never gives a recipe that fails."""
-    chosen = {**CHOSEN, "run": {**CHOSEN["run"], "name": run_name or "my-run"}}
+    chosen = {**CHOSEN, **TASKS[task], "run": {**CHOSEN["run"], "name": run_name or "my-run"}}
+    chosen = {key: value for key, value in chosen.items() if value is not None}
+    notes = NOTES if task == "pretrain" else {**NOTES, **TASK_NOTES}
     try:
         config = RunConfig.from_dict(chosen)
     except ConfigError as error:
@@ -56,15 +93,17 @@ def text(run_name: str) -> str:
         "",
     ]
     for key in RunConfig.model_fields:
-        lines += _section(key, chosen.get(key), getattr(config, key))
+        lines += _section(key, chosen.get(key), getattr(config, key), notes.get(key))
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _section(key: str, chosen: dict[str, Any] | None, value: Any) -> list[str]:
+def _section(key: str, chosen: Any, value: Any, note: str | None) -> list[str]:
     """One section: what is set as lines, the other fields as comments with default and meaning."""
     field = RunConfig.model_fields[key]
-    about = NOTES.get(key) or field.description or _first_line(value)
+    about = note or field.description or _first_line(value)
     lines = [f"# {about}"] if about else []
+    if isinstance(chosen, list):
+        return [*lines, f"{key}: {_inline(chosen)}", ""]
     if chosen is None:
         return [*lines, f"# {key}: {_inline(_dump(value))}", ""]
     lines.append(f"{key}:")

@@ -19,7 +19,7 @@ from trainwright.models.hf_io import from_pretrained, read_json
 
 @register("model", "pretrained")
 class PretrainedModelConfig(ModelConfig):
-    """Weights of a Llama, Mistral, Qwen2.5, Qwen3, Mixtral or Qwen3-MoE folder, in our decoder."""
+    """Weights of a Llama, Mistral, Qwen2.5, Qwen3, Mixtral, Qwen3-MoE or GLM-4-MoE folder, in our decoder."""
 
     path: str = Field(description="Hugging Face model folder (config.json, safetensors).")
     dtype: Literal["float32", "bfloat16", "float16", "stored"] = Field(
