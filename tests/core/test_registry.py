@@ -1,3 +1,5 @@
+import importlib
+
 import pytest
 from pydantic import Field
 
@@ -98,6 +100,30 @@ def test_plugins_load_through_entry_points(monkeypatch, scratch):
         assert [m.name for m in methods(scratch)] == ["from_plugin"]
     finally:
         registry._load_plugins.cache_clear()
+
+
+def test_a_method_that_cannot_be_imported_is_named_at_every_lookup(monkeypatch, tmp_path):
+    """And not missed by the next one, nor those that are to be imported behind it."""
+    package = tmp_path / "methods_of_a_test"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "a_broken.py").write_text("raise RuntimeError('half written')\n")
+    (package / "behind.py").write_text(
+        "from trainwright.core.registry import MethodConfig, register\n"
+        "@register('scratch', 'behind')\n"
+        "class Behind(MethodConfig):\n"
+        "    'Comes behind it.'\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(registry.SLOTS, "scratch", ("methods_of_a_test",))
+    monkeypatch.setitem(registry._methods, "scratch", {})
+    monkeypatch.setattr(registry, "_loaded", set())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="half written"):
+            get("scratch", "behind")
+    (package / "a_broken.py").write_text("")
+    importlib.invalidate_caches()
+    assert get("scratch", "behind").summary == "Comes behind it."
 
 
 def test_every_method_is_explained():

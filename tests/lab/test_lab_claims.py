@@ -16,6 +16,7 @@ from trainwright.lab.budget import Budget
 from trainwright.lab.claim_run import plan_claim
 
 SAMPLE = Path(__file__).parent / "claims" / "T001_muon.yaml"
+CLAIMS = Path(__file__).parents[2] / "claims"
 
 
 @pytest.fixture
@@ -233,3 +234,43 @@ def test_a_tuned_comparison(fake_pool, tmp_path, recipe):
     assert muon.verdict == "lower loss" and control.verdict == "higher loss"
     assert "| optimizer=muon | optimizer.lr=0.0316228 |" in (tmp_path / "out/compare.md").read_text()
     assert '"Tuning"' in (tmp_path / "out/compare.html").read_text("utf-8")
+
+
+def test_a_result_is_of_what_is_run_and_judged_not_of_the_prose(folder):
+    file = folder / SAMPLE.name
+    whole = load_claim(file).digest
+    edit(file, claim="Other words.", experiment="Other words.", cannot_show="Other words.", paper="arXiv:1")
+    assert load_claim(file).digest == whole
+    data = yaml.safe_load(file.read_text())
+    for key, value in {
+        "seeds": 3,
+        "budget": "tokens=2k",
+        "probes": [*data["probes"], "weight_rms"],
+        "checks": data["checks"][:1],
+        "arms": [*data["arms"], {"name": "more", "role": "control", "set": {"optimizer": "adamw"}}],
+        "inject": {"spikes": {"factor": 10, "steps": [0.5]}},
+    }.items():
+        edit(file, **{key: value})
+        assert load_claim(file).digest != whole, key
+        edit(file, **{key: data.get(key)})
+        assert load_claim(file).digest == whole, key
+
+
+@pytest.mark.parametrize("claim", load_claims(CLAIMS).values(), ids=lambda claim: claim.id)
+def test_no_headline_speaks_of_a_saving_that_no_arm_measures(claim):
+    shorter = any(arm.share < 1 for arm in claim.arms)
+    if re.search(r"of the tokens|of its tokens|fewer tokens|of its FLOPs|throughput", claim.claim):
+        measured = shorter or any(set(check.parts) & {"tokens_per_s", "tokens_to_loss"} for check in claim.checks)
+        assert measured, claim.claim
+
+
+@pytest.mark.parametrize("id", ["A14", "A18", "B013"])
+def test_wrappers_that_change_the_length_of_steps_have_both_controls(id):
+    """The base at the rate that makes its steps as long, and the method at the base's best rate."""
+    claim = load_claims(CLAIMS)[id]
+    method = next(arm for arm in claim.arms if arm.role == "method").name
+    taken = {arm.name: arm.arm().references().get("optimizer.lr") for arm in claim.arms if arm.role == "control"}
+    matched = [name for name, r in taken.items() if r and r.times != 1 and name.startswith(claim.baseline)]
+    at_best = [n for n, r in taken.items() if r and (r.of, r.times) == (claim.baseline, 1) and n.startswith(method)]
+    assert matched and at_best
+    assert any(check.versus in matched for check in claim.checks)

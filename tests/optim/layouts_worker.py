@@ -27,7 +27,7 @@ LAYOUTS = {  # shape, sharded dimension, fused parts
 class GrassByUpdates(Grass):
     """Stepped as wrappers do it: the whole update, then its application."""
 
-    step = UpdateRule.step
+    step_part = UpdateRule.step_part
 
 
 LOW_RANK = {"weight_decay": 0.1, "rank": 0.3, "gap": 3}

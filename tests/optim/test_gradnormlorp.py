@@ -1,7 +1,9 @@
 """GradNormLoRP: the card's checks (a) to (e), the equations in float64, and refusals."""
 
+import column_worker
 import pytest
 import torch
+import torch.multiprocessing as mp
 from layouts_worker import on_two_ranks
 from optimizer_zoo import Zoo, named
 from torch import nn
@@ -338,3 +340,8 @@ def test_what_cannot_be_had():
         GradNormLoRP([nn.Parameter(torch.zeros(4))])
     with pytest.raises(ValueError, match="larger than the shorter side"):
         GradNormLoRP([nn.Parameter(torch.zeros(4, 6))], rank=5)
+
+
+def test_a_column_that_is_sharded(tmp_path):
+    """Numbers of rows have the shape of such a matrix and yet another layout; AdaPM's likewise."""
+    mp.spawn(column_worker.job, args=(str(tmp_path),), nprocs=2)  # raises what a rank raises

@@ -7,11 +7,16 @@ import torch
 from layouts_worker import GrassByUpdates, on_two_ranks
 from optimizer_zoo import Zoo, named, train
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from trainwright.core.errors import ConfigError
+from trainwright.core.params import NamedParam
 from trainwright.core.registry import build
+from trainwright.optim import low_rank_inner
 from trainwright.optim.base import reported
-from trainwright.optim.grass import Grass, carried, from_digits, select_rows, to_digits
+from trainwright.optim.grass import Grass
+from trainwright.optim.grass_rows import carried, from_digits, select_rows, to_digits
 from trainwright.optim.low_rank_parts import parts_of
 from trainwright.optim.state import optimizer_state_bytes
 
@@ -27,7 +32,7 @@ def _rows(optimizer, p, rank):
 # (a)
 @pytest.mark.parametrize("shape", [(6, 9), (9, 6), (7, 7)])
 def test_all_rows_is_adam_bit_for_bit(shape):
-    """Adam with eps beside the root of the uncorrected moment; four selections of all rows on the way."""
+    """Torch's kernel on the whole matrix, with the bias correction beside it, over four selections of all rows."""
     start = _randn(*shape, seed=1, dtype=torch.float32)
     p = nn.Parameter(start.clone())
     optimizer = Grass([p], 0.01, rank=1.0, scale=1.0, gap=5)
@@ -36,11 +41,38 @@ def test_all_rows_is_adam_bit_for_bit(shape):
         g = _randn(*shape, seed=10 + t, dtype=torch.float32)
         p.grad = g.clone()
         optimizer.step()
-        m = m.mul(0.9).add(g, alpha=1 - 0.9)
-        v = v.mul(0.999).addcmul(g, g, value=1 - 0.999)
-        correction = torch.tensor((1 - 0.999**t) ** 0.5 / (1 - 0.9**t), dtype=torch.float64).float()
-        w = w.add(m / (v.sqrt() + 1e-6) * correction, alpha=-0.01)
+        assert torch.equal(p.grad, g)
+        u = torch.zeros(shape)
+        torch._fused_adamw_(
+            [u], [g], [m], [v], [], [torch.tensor(float("inf"))], lr=-1.0, beta1=0.9, beta2=0.999, weight_decay=0.0,
+            eps=1e-6, amsgrad=False, maximize=False,
+        )  # fmt: skip
+        w = w + u * torch.tensor((1 - 0.999**t) ** 0.5 / (1 - 0.9**t) * -0.01, dtype=torch.float64).float()
         assert torch.equal(p.data, w), t
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_the_fused_kernel_is_adam(dtype, tolerance):
+    """Against the plain form, on tensors in any order of their numbers."""
+
+    def tensors(seed):
+        return [_randn(4, 6, seed=seed).to(dtype), _randn(5, 8, seed=seed).to(dtype).mT, _randn(3, 9).to(dtype)[:, 1:4]]
+
+    ours, theirs = (
+        [[torch.zeros_like(t).as_strided(t.shape, t.stride()) for t in tensors(0)[:2]] for _ in "mv"] for _ in "ab"
+    )
+    for moments in (ours, theirs):
+        for held in moments:
+            held.append(torch.zeros(3, 9, dtype=dtype)[:, 1:4])
+    for t in range(4):
+        grads = tensors(10 + t)
+        wanted = low_rank_inner.adam([g.clone() for g in grads], *theirs, (0.8, 0.95), 1e-5)
+        low_rank_inner.fused_adam(grads, *ours, (0.8, 0.95), 1e-5)
+        for a, b in zip([*grads, *ours[0], *ours[1]], [*wanted, *theirs[0], *theirs[1]], strict=True):
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+    empty = [torch.zeros(0, 4)]
+    low_rank_inner.fused_adam(empty, [torch.zeros(0, 4)], [torch.zeros(0, 4)], (0.9, 0.999), 1e-6)
+    low_rank_inner.fused_adam([], [], [], (0.9, 0.999), 1e-6)
 
 
 def test_all_rows_is_torchs_adam():
@@ -162,6 +194,48 @@ def test_two_ranks(tmp_path):
             assert rows[0] == rows[1] == found[0][case]["whole_rows"], case
     for case in ("columns", "rows over columns", "experts"):  # what is selected lies whole on each rank
         assert found[0][f"{case}, top_r"]["sent"] == 0, case
+
+
+@pytest.mark.parametrize("shape", [(48, 64), (64, 48)])
+@pytest.mark.parametrize("settings", [{}, {"weight_decay": 0.1}, {"selection": "multinomial"}, {"subspace": "lion"}])
+def test_a_step_makes_nothing_of_the_size_of_the_matrix(shape, settings):
+    """At a selection neither: every fresh tensor is R, or a vector."""
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for t in tree_leaves(out):
+                if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in known:
+                    seen.append(t.untyped_storage().nbytes() // 4)
+            return out
+
+    p = nn.Parameter(_randn(*shape, dtype=torch.float32))
+    optimizer = Grass([p], rank=6, gap=3, **settings)
+    for t in range(3):
+        p.grad = _randn(*shape, seed=t, dtype=torch.float32)
+        held = [p, p.grad, *(v for v in optimizer.state[p].values() if isinstance(v, torch.Tensor))]
+        known = {t.untyped_storage().data_ptr() for t in held}
+        seen.clear()
+        with Watch():
+            optimizer.step()
+        assert max(seen) == 6 * 64, (t, seen)
+
+
+def test_a_state_that_is_written_to_is_read_again():
+    """What a step keeps of the selections is not what counts: the state does."""
+    p, q = (nn.Parameter(_randn(8, 12)) for _ in range(2))
+    a, b = Grass([p], rank=3, gap=9), Grass([q], rank=3, gap=9)
+    for t in range(4):
+        if t == 2:
+            rows = torch.tensor([0, 4, 7])
+            a.state[p]["rows"].copy_(to_digits(rows))  # in place
+            b.state[q]["rows"] = to_digits(rows)
+        p.grad, before = _randn(8, 12, seed=t), p.detach().clone()
+        q.grad = p.grad.clone()
+        a.step(), b.step()
+        assert torch.equal(p, q)
+    assert {i for i in range(8) if not torch.equal(p[i], before[i])} == {0, 4, 7}
 
 
 # moments that stay
@@ -326,3 +400,25 @@ def test_a_rank_above_the_side_is_refused():
         Grass([nn.Parameter(torch.zeros(4))])
     with pytest.raises(ValueError, match="adam_8bit"):
         Grass([nn.Parameter(torch.zeros(4, 8))], subspace="adam_8bit")
+
+
+def test_stochastic_rounding_decays_selected_rows_alone():
+    config = {"name": "grass", "lr": 1e-3, "weight_decay": 0.5, "rank": 16, "stochastic_rounding": True}
+    p = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+    optimizer = build("optimizer", config).build([NamedParam("w", p, "matrix")])
+    for _ in range(40):
+        p.grad = torch.zeros_like(p)
+        optimizer.step()
+    means = p.detach().float().mean(0).sort().values  # columns are selected
+    assert torch.equal(means[16:], torch.ones(48))
+    assert float(means[:16].mean()) == pytest.approx((1 - 5e-4) ** 40, abs=2e-3)  # 0.980
+
+
+@pytest.mark.parametrize("gap, steps", [(1, 600), (2, 1100)])
+def test_ages_of_bf16_weights_go_on_beyond_what_bfloat16_counts(gap, steps):
+    p = nn.Parameter(torch.zeros(4, 6, dtype=torch.bfloat16))
+    optimizer = Grass([p], rank=4, gap=gap)
+    for _ in range(steps):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert optimizer.state[p]["age"].tolist() == [steps - gap] * 4

@@ -15,8 +15,12 @@ from trainwright.analysis.heavy_tail import alpha, gaussian_alpha
 from trainwright.core.errors import ConfigError
 from trainwright.core.params import NamedParam, named_params
 from trainwright.core.registry import build
+from trainwright.optim.adamh import AdamH, MuonH
 from trainwright.optim.adamw import AdamW
+from trainwright.optim.grass import Grass
 from trainwright.optim.llr import LLR, layer_alphas, rate_factors
+from trainwright.optim.spam import SPAM
+from trainwright.optim.spectral_sphere import SpectralSphere
 from trainwright.optim.state import allocate_named_state, load_named_state, named_state
 
 SHAPES = {
@@ -272,6 +276,97 @@ def test_the_class_alone_tunes_all_matrices():
 def test_settings_that_make_no_sense(settings, says):
     with pytest.raises(ConfigError, match=says):
         build("optimizer", {"name": "llr", **settings})
+
+
+@pytest.mark.parametrize(
+    "spec, says",
+    [
+        ({"inner": "llr"}, "llr in llr"),
+        ({"inner": {"name": "mgup", "inner": "llr"}}, "llr in llr"),
+        ({"inner": {"name": "muon", "inner": "llr"}}, "llr in llr"),
+        ({"inner": "adamh"}, "llr around adamh: its steps have a fixed length"),
+        ({"inner": {"name": "adamh", "base": "muon"}}, "llr around adamh"),
+        ({"inner": {"name": "mgup", "inner": "adamh"}}, "llr around adamh"),
+    ],
+)
+def test_what_it_would_do_twice_or_not_at_all_is_refused(spec, says):
+    with pytest.raises(ConfigError, match=says):
+        build("optimizer", {"name": "llr", **spec})
+
+
+def test_the_class_refuses_it_too():
+    for inner, says in ((AdamH, "LLR around AdamH"), (MuonH, "LLR around MuonH"), (lambda p: LLR(AdamW(p)), "in LLR")):
+        with pytest.raises(ValueError, match=says):
+            LLR(inner([nn.Parameter(torch.ones(9, 9))]))
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize(
+    "inner", [lambda p, wd: Grass(p, rank=6, weight_decay=wd), lambda p, wd: SPAM(p, density=0.25, weight_decay=wd)]
+)
+def test_what_the_inner_rule_leaves_alone_stays_bit_for_bit(inner, stochastic):
+    """Rows that Grass has not selected and entries that SPAM has not drawn do not decay either."""
+    starts = [draws((24, 24), 1, seed=i)[0] @ torch.diag(torch.logspace(0, -i, 24)) for i in range(3)]
+    starts = [s.bfloat16() for s in starts] if stochastic else starts
+
+    def moved(wrap, wd):
+        params = [nn.Parameter(s.clone()) for s in starts]
+        optimizer = wrap(inner(params, wd))
+        for group in optimizer.param_groups:
+            group |= {"lr": 0.1, "stochastic_rounding": stochastic, "roundings": 0}
+        for t in range(3):
+            for i, p in enumerate(params):
+                p.grad = draws(p.shape, 1, p.dtype, seed=10 * t + i)[0]
+            optimizer.step()
+        return optimizer, [p.detach() != s for p, s in zip(params, starts, strict=True)]
+
+    _, expected = moved(lambda rule: rule, 0.1)
+    optimizer, found = moved(lambda rule: LLR(rule, every=3, ramp=1, min_size=3), 0.1)
+    assert len(set(optimizer.factors().values())) == 3
+    for e, f in zip(expected, found, strict=True):
+        assert 0.2 < e.float().mean() < 0.3 and not (f & ~e).any()
+
+
+def test_the_decay_of_what_is_stepped_has_the_factor():
+    """Of Grass with a gradient of zeros after the selection: rows shrink by lr s wd, others do not."""
+    tails = [torch.diag(torch.logspace(0, -i, 24, dtype=torch.float64)) for i in (0, 1)]
+    starts = [draws((24, 24), 1, torch.float64, seed=i)[0] @ tail for i, tail in enumerate(tails)]
+    params = [nn.Parameter(s.clone()) for s in starts]
+    optimizer = LLR(
+        Grass(params, rank=6, lr=0.1, weight_decay=0.5, subspace="sgd"), every=3, ramp=1, min_size=3, s2=3.0
+    )
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    factors = optimizer.factors()
+    assert sorted(factors.values()) == [1.0, 3.0]
+    for p, s in zip(params, starts, strict=True):
+        shrunk = (p.detach() / s).mean(0)  # a column is selected as a whole
+        expected = 1 - 0.1 * 0.5 * factors[p]
+        assert int((shrunk - expected).abs().lt(1e-12).sum()) == 6 and int((shrunk - 1).abs().lt(1e-12).sum()) == 18
+
+
+def test_hard_retraction_leaves_no_decay_to_multiply():
+    p = nn.Parameter(torch.ones(4, 4))
+    for retract, nothing in (("hard", True), ("dynamic", False)):
+        rule = SpectralSphere([p], retract=retract, weight_decay=0.1)
+        assert (rule.decayed([p], rule.param_groups[0]) is None) == nothing
+
+
+def test_weights_that_are_not_finite_keep_s1(caplog):
+    """A run that diverged is to end as diverged, not with LAPACK's refusal."""
+    params = [nn.Parameter(s) for s in draws((12, 12), 3)]
+    with torch.no_grad():
+        params[0][0, 0], params[1][0, 0] = float("nan"), float("inf")
+    stack = torch.stack([p.detach() for p in params])
+    assert layer_alphas([stack])[0] != layer_alphas([stack])[0]
+    optimizer = LLR(AdamW(params), every=1, ramp=1, min_size=3)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    with caplog.at_level(logging.WARNING, "trainwright"):
+        optimizer.step()
+    assert [optimizer.factors()[p] for p in params[:2]] == [1.0, 1.0]
+    assert "not finite" in caplog.text
 
 
 def test_the_class_refuses():

@@ -119,13 +119,16 @@ def test_little_damping_is_not_galore():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_e_state_is_galores_and_the_history(dtype):
-    """Card (e): s r n numbers more, ten times the moments at s = 20; float32 whatever the weights are. And s s."""
+    """Card (e): s r n numbers more, ten times the moments at s = 20; float32 whatever the weights are. And s s.
+
+    The second moment is in float32 too."""
     p = nn.Parameter(torch.zeros(32, 128, dtype=dtype))
     optimizer = NaturalGaLore([p], rank=8)
     run(optimizer, [p], 1)
-    of_galore, of_history = 32 * 8 + 2 * 8 * 128, 20 * 8 * 128
-    assert of_history == 10 * 2 * 8 * 128
-    assert optimizer_state_bytes(optimizer) == p.element_size() * of_galore + 4 * (of_history + 20 * 20)
+    moment, of_history = 8 * 128, 20 * 8 * 128
+    assert of_history == 10 * 2 * moment
+    of_galore = p.element_size() * (32 * 8 + moment) + 4 * moment
+    assert optimizer_state_bytes(optimizer) == of_galore + 4 * (of_history + 20 * 20)
 
 
 @pytest.mark.parametrize("gap", [4, 100])

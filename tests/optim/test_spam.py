@@ -291,9 +291,10 @@ def test_a_sharded_matrix_is_stepped_as_the_whole_one(density, tmp_path):
         assert torch.equal(q.full_tensor(), p)
         assert all(isinstance(t, DTensor) for t in b.state[q].values())
         by_columns = nn.Parameter(distribute_tensor(start.clone(), mesh, [Shard(1)]))
-        by_columns.grad = torch.ones_like(by_columns)
         with pytest.raises(ValueError, match="sharded by columns"):
-            SPAM([by_columns], density=0.5).step()
+            SPAM([by_columns], density=0.5)
+        with pytest.raises(ConfigError, match=r"density=0.5.*down is sharded by columns.*set density=1"):
+            build("optimizer", {"name": "spam", "density": 0.5}).build([NamedParam("down", by_columns, "matrix")])
     finally:
         dist.destroy_process_group()
 

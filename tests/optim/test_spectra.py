@@ -9,6 +9,7 @@ import torch
 from optimizer_zoo import Zoo, named, train
 from torch import nn
 
+from trainwright.config.run_config import RunConfig
 from trainwright.core.errors import CheckpointError, ConfigError
 from trainwright.core.params import NamedParam
 from trainwright.core.registry import build
@@ -247,19 +248,19 @@ def test_every_part_of_a_composite_is_wrapped():
     optimizer = spectra(model, inner="muon")
     assert isinstance(optimizer, CompositeOptimizer)
     assert [type(p).__name__ + type(p.inner).__name__ for p in optimizer.parts] == ["SpectraMuon", "SpectraAdamW"]
-    assert [g["lr"] for g in optimizer.param_groups] == [0.02, 1e-3, 1e-3]
+    assert [g["lr"] for g in optimizer.param_groups] == [0.02, 0.02, 0.02]
 
 
 def test_rate_and_decay_of_the_wrapper_are_the_inner_ones():
     config = build("optimizer", {"name": "spectra", "lr": 0.003, "weight_decay": 0.2, "inner": "muon"})
     assert (config.inner.lr, config.inner.weight_decay) == (0.003, 0.2)
-    assert (config.inner.inner.lr, config.inner.inner.weight_decay) == (1e-3, 0.1)
+    assert (config.inner.inner.lr, config.inner.inner.weight_decay) == (0.003, 0.1), "Muon's own, at the new rate"
     left = build("optimizer", {"name": "spectra", "inner": {"name": "lion", "lr": 0.004}})
     assert left.lr is None and (left.inner.lr, left.inner.weight_decay) == (0.004, 0.3)
     again = build("optimizer", {**config.model_dump(), "lr": 0.005})  # a resolved recipe, swept
     assert (again.inner.lr, again.inner.weight_decay) == (0.005, 0.2)
     groups = again.build(named(Zoo())).param_groups
-    assert [(g["lr"], g["weight_decay"]) for g in groups] == [(0.005, 0.2), (1e-3, 0.1), (1e-3, 0.0)]
+    assert [(g["lr"], g["weight_decay"]) for g in groups] == [(0.005, 0.2), (0.003, 0.1), (0.003, 0.0)], "as it says"
     nested = build("optimizer", {"name": "muon", "inner": {"name": "spectra", "lr": 0.002}})
     assert nested.inner.inner.lr == 0.002
 
@@ -304,6 +305,30 @@ def test_both_clippings_together_warn(caplog):
     with caplog.at_level(logging.WARNING, "trainwright"):
         spectra(Zoo(), pre_clip=0.1, c=None)
     assert not caplog.records
+
+
+@pytest.mark.parametrize("clip", ["global_norm", "zclip"])
+def test_pre_clip_refuses_clipping_before_it(clip):
+    pre = {"name": "spectra", "pre_clip": 0.1, "c": None}
+    for optimizer in (pre, {"name": "mgup", "inner": pre}):
+        with pytest.raises(ConfigError, match=r"spectra cannot be combined with clip.*raw gradients.*clip: none"):
+            RunConfig.from_dict({"optimizer": optimizer, "clip": clip})
+    RunConfig.from_dict({"optimizer": pre, "clip": "none"})
+    RunConfig.from_dict({"optimizer": "spectra", "clip": clip})
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_gradient_does_not_end_the_run_by_its_warning(bad, caplog):
+    p, q = nn.Parameter(torch.eye(6)), nn.Parameter(torch.eye(6))
+    optimizer = Spectra(AdamW([p, q]), c=1e-3)
+    with caplog.at_level(logging.WARNING, "trainwright"):
+        for step in range(4):
+            p.grad, q.grad = torch.ones(6, 6), torch.ones(6, 6)
+            if step == 0:
+                p.grad[0, 0] = bad
+            optimizer.step()
+    assert q.isfinite().all()
+    assert caplog.text.count("times as long as c") == 1  # the finite one's
 
 
 @pytest.mark.parametrize("inner", ["lion", "muon"])

@@ -458,3 +458,17 @@ def test_equals_the_public_package():
         theirs.grad = ours.grad.clone()
         a.step(), b.step()
     assert (ours - theirs).norm() < 0.01 * (theirs - start).norm()
+
+
+def test_stochastic_rounding_counts_the_retraction():
+    """It is a factor within bfloat16's last bit: rounded to the nearest, it would do nothing."""
+    p = nn.Parameter(torch.randn(48, 64, generator=torch.Generator().manual_seed(0)).bfloat16())
+    config = build("optimizer", {"name": "spectral_sphere", "lr": 1e-9, "stochastic_rounding": True})
+    optimizer = config.build([NamedParam("w", p, "matrix")])
+    p.grad = torch.randn(48, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    optimizer.step()
+    on_sphere = p.detach().float()
+    optimizer.param_groups[0]["radius"] = 1.001
+    optimizer.step()
+    scale = (p.detach().float() * on_sphere).sum() / on_sphere.square().sum()
+    assert float(scale) == pytest.approx(1.001, abs=3e-4)

@@ -7,6 +7,13 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
+PADDING = -1  # doc_ids of slots that hold no token
+
+
+def as_padding(doc_ids: Tensor) -> Tensor:
+    """``doc_ids`` with the same bounds, all below 0: of rows that are there again to fill something up."""
+    return torch.where(doc_ids < 0, doc_ids, -2 - doc_ids)
+
 
 @dataclass
 class Batch:
@@ -17,7 +24,8 @@ class Batch:
     weights    float32, loss weight per position; 0 = not trained on (padding, seams, prompts)
     positions  int64, position within the document, from 0
     doc_ids    int32, which document of the row a position belongs to; attention never crosses a change of id.
-               Padding is a document of its own with weight 0.
+               Padding is a document of its own with weight 0 and an id below 0 (:data:`PADDING`), by which models
+               leave it out of what they count: the load of experts. An id of 0 or more is a token to them.
     extras     further ``[B, T, ...]`` or ``[B, ...]`` tensors by name (advantages, reference logprobs, ...)
     """
 

@@ -59,6 +59,10 @@ class MethodConfig(BaseModel):
     def info(cls) -> MethodInfo:
         return _info(cls)
 
+    def excludes(self) -> dict[str, str]:
+        """What cannot be combined with the method as it is set, and why: as ``conflicts`` of :class:`MethodInfo`."""
+        return self.info().conflicts
+
 
 @dataclass(frozen=True)
 class MethodInfo:
@@ -135,18 +139,26 @@ def _load_plugins() -> None:
 def _load(slot: str) -> None:
     if slot in _loaded:
         return
-    _loaded.add(slot)
-    for package_name in SLOTS[slot]:
-        try:
-            package = importlib.import_module(package_name)
-        except ModuleNotFoundError as error:
-            if error.name and package_name.startswith(error.name):
-                continue  # a room that is not built yet
-            raise
-        for module in pkgutil.iter_modules(getattr(package, "__path__", [])):
-            if not module.ispkg and not module.name.startswith("_"):
-                importlib.import_module(f"{package_name}.{module.name}")
-    _load_plugins()
+    _loaded.add(slot)  # before the imports, which may look the slot up themselves
+    try:
+        for package_name in SLOTS[slot]:
+            _import_methods(package_name)
+        _load_plugins()
+    except BaseException:
+        _loaded.discard(slot)  # the next lookup says again what is wrong, and not that there is no such method
+        raise
+
+
+def _import_methods(package_name: str) -> None:
+    try:
+        package = importlib.import_module(package_name)
+    except ModuleNotFoundError as error:
+        if error.name and package_name.startswith(error.name):
+            return  # a room that is not built yet
+        raise
+    for module in pkgutil.iter_modules(getattr(package, "__path__", [])):
+        if not module.ispkg and not module.name.startswith("_"):
+            importlib.import_module(f"{package_name}.{module.name}")
 
 
 def methods(slot: str | None = None) -> list[MethodInfo]:
@@ -190,6 +202,19 @@ def build(slot: str, spec: Any, default: str | None = None) -> MethodConfig:
         raise config_error(error, config) from None
 
 
+# In the words of a recipe, not of the library that checks it.
+_PLAIN = {
+    "float_type": "should be a number",
+    "float_parsing": "should be a number",
+    "int_type": "should be a whole number",
+    "int_parsing": "should be a whole number",
+    "int_from_float": "should be a whole number",
+    "bool_type": "should be true or false",
+    "bool_parsing": "should be true or false",
+    "string_type": "should be text",
+}
+
+
 def config_error(error: ValidationError, model: type[BaseModel]) -> ConfigError:
     """The first of a pydantic error's findings, as one line that names key, value and the way out."""
     first = error.errors()[0]
@@ -201,8 +226,12 @@ def config_error(error: ValidationError, model: type[BaseModel]) -> ConfigError:
         return ConfigError(f"unknown key; {nearest(loc[-1], fields)}", key=key)
     if first["type"] == "missing":
         return ConfigError("is required", key=key)
-    message = first["msg"]
+    message = _PLAIN.get(first["type"]) or first["msg"]
     message = message.removeprefix("Value error, ").replace("Input should be", "should be")
+    owner = _model_at(model, loc[:-1])
+    default = owner.model_fields[loc[-1]].default if owner and loc and loc[-1] in owner.model_fields else None
+    if first["type"] != "value_error" and isinstance(default, bool | int | float | str):
+        message += f"; the default is {str(default).lower() if isinstance(default, bool) else default}"
     return ConfigError(message, key=key, value=None if isinstance(value, dict | BaseModel) else value)
 
 

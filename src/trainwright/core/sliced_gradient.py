@@ -3,16 +3,21 @@
 A layer that can compute such gradients calls :func:`offer` on its weight, an optimizer that wants them answers by
 :func:`ask`, and neither knows the other. At each forward pass the layer asks :func:`wanted` what the backward pass is
 to compute; nothing is agreed on in between, so that a resumed, skipped or rolled-back step needs no word of it.
+
+Several ranks. FSDP2's gather-compute-scatter (``fully_shard`` and ``replicate``) passes over a parameter whose backward
+pass gives no gradient. So of a sharded weight, a DTensor, the layer gives none and puts its slice beside
+(:func:`accumulate`) until the micro-batches of the step are done; :func:`add_up` then adds the slices of all ranks up.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -50,7 +55,7 @@ def wanted(param: Tensor) -> Slice | None:
 class SlicedGradient(Tensor):
     """The gradient of some rows or columns of a matrix: as ``param.grad`` it has the shape of the whole.
 
-    kept     [r, in] or [out, r]
+    kept     [r, in] or [out, r]; a DTensor once it is that of all ranks (:func:`add_up`)
     indexes  of the rows or columns, [r]; one that comes twice is there twice
     side     -2: rows, -1: columns
     It can be added to its like, scaled, measured (the norm is that of ``kept``, so of a part) and cast. Whatever
@@ -118,6 +123,82 @@ def _sum(func: Any, a: Tensor, b: Tensor, alpha: float = 1) -> Tensor:
     if func is _ADD_:
         return a.add_(b.dense(), alpha=alpha)
     return b.like(torch.add(a.index_select(b.side, b.indexes), b.kept, alpha=alpha))
+
+
+def measured(grad: Tensor) -> Tensor:
+    """What there is of a gradient, for its norm."""
+    return grad.kept if isinstance(grad, SlicedGradient) else grad
+
+
+def accumulate(param: Tensor, values: Tensor, indexes: Tensor, side: int) -> None:
+    """Add a slice of this rank's gradient to ``param.grad``, for a sharded ``param`` (a DTensor)."""
+    values = values.to(param.dtype)
+    if param.grad is None:
+        param.grad = SlicedGradient(values, indexes, side, param.shape)
+    elif isinstance(param.grad, SlicedGradient) and not isinstance(param.grad.kept, DTensor):
+        param.grad.kept.add_(values)
+    else:
+        raise RuntimeError("a slice of a gradient meets the whole, or one that was added up over ranks: clear it first")
+
+
+@torch.no_grad()
+def add_up(params: Iterable[Tensor]) -> None:
+    """Make the slices of the ranks' gradients of sharded ``params`` that of their mean.
+
+    R [r, in] or [out, r] then lies over the ranks by its other side, as the weight is sharded over these. Per mesh and
+    dtype one reduction of all slices together (a reduce-scatter, or an all-reduce of what is replicated): r / m of the
+    numbers of whole gradients. Collective: every rank calls it with the same parameters, once a step, after the last
+    backward pass and before the gradients are used.
+    """
+    buckets: dict[Any, list[DTensor]] = {}
+    for p in params:
+        grad = p.grad
+        if isinstance(p, DTensor) and isinstance(grad, SlicedGradient) and not isinstance(grad.kept, DTensor):
+            over = _sharded_over(p)
+            buckets.setdefault((p.device_mesh, grad.dtype, over), []).append(p)
+    for (mesh, _, over), members in buckets.items():
+        ranks = 1 if over is None else mesh.size(over)
+        grads = [cast(SlicedGradient, p.grad) for p in members]
+        pieces = [_by_rank(g.kept, g.side, ranks) for g in grads]
+        flat = torch.cat(pieces, dim=1).div_(mesh.size())  # FSDP2 and DDP take the mean too
+        summed = DTensor.from_local(flat, mesh, [Partial()] * mesh.ndim, run_check=False)
+        wanted: list[Placement] = [Shard(0) if j == over else Replicate() for j in range(mesh.ndim)]
+        mine = summed.redistribute(placements=wanted).to_local()[0]
+        for p, g, values in zip(members, grads, mine.split([piece.shape[1] for piece in pieces]), strict=True):
+            p.grad = g.like(_laid_out(values, g, mesh, over))
+
+
+def _sharded_over(param: DTensor) -> int | None:
+    """The dimension of the mesh that ``param`` is sharded over; None: none."""
+    found = [j for j, placement in enumerate(param.placements) if type(placement) is not Replicate]
+    if len(found) > 1 or any(type(param.placements[j]) is not Shard for j in found):
+        raise ValueError(
+            f"slices of a gradient laid out as {param.placements} cannot be added up; leave grass_linear out"
+        )
+    return found[0] if found else None
+
+
+def _by_rank(values: Tensor, side: int, ranks: int) -> Tensor:
+    """``values``, [r, n] or [m, r], cut along n or m for the ranks: [ranks, numbers], the last padded with zeros."""
+    rows = values.mT if side == -2 else values  # what is cut first
+    each = -(-rows.shape[0] // ranks)
+    if each * ranks > rows.shape[0]:
+        rows = torch.cat([rows, rows.new_zeros(each * ranks - rows.shape[0], rows.shape[1])])
+    return rows.reshape(ranks, each * rows.shape[1])
+
+
+def _laid_out(values: Tensor, grad: SlicedGradient, mesh: Any, over: int | None) -> DTensor:
+    """This rank's piece of :func:`_by_rank` as a shard of the whole slice."""
+    shape = grad.kept.shape
+    cut = 1 if grad.side == -2 else 0
+    length = shape[cut]
+    if over is not None:
+        length, _ = Shard.local_shard_size_and_offset(length, mesh.size(over), mesh.get_local_rank(over))
+    rows = values.view(-1, shape[1 - cut])[:length]
+    local = rows.mT.contiguous() if cut else rows
+    placements = [Shard(cut) if j == over else Replicate() for j in range(mesh.ndim)]
+    stride = (shape[1], 1)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 _aten = torch.ops.aten

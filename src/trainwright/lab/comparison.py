@@ -18,6 +18,7 @@ from trainwright.lab.budget import Budget
 from trainwright.lab.identity import Inputs, inputs_of, paths_in
 from trainwright.lab.pool import Pool
 from trainwright.lab.prepare import prepare
+from trainwright.lab.rates import kept_rates, note, rates_of
 from trainwright.lab.summary import ArmResult, summarise
 from trainwright.lab.trial import Trial, TrialResult, TrialStore, make_trial
 from trainwright.lab.tuning import Request, Tuned, halve, parse_grid, points, trials_per_arm
@@ -85,6 +86,7 @@ class Plan:
     probes: tuple[Any, ...] = ()
     flops: dict[str, float] = field(default_factory=dict)  # per token, by arm
     untuned: list[str] = field(default_factory=list)  # arms that name a tuned setting themselves
+    kept_rates: dict[str, dict[str, float]] = field(default_factory=dict)  # by arm: those that its tuning leaves alone
     known_inputs: dict[str, Inputs] = field(default_factory=dict, repr=False)  # by what of a recipe names files
 
     def trial(self, arm: Arm, settings: Mapping[str, Any], fraction: float, seed: int) -> Trial:
@@ -193,7 +195,7 @@ def make_plan(
     if not varied and len(chosen) == 1:
         chosen.insert(0, Arm("recipe"))
     if len(chosen) < 2:
-        raise ConfigError("nothing to compare: give two values or more to vary, or an arm")
+        raise ConfigError("nothing to compare: give two values or more to vary (--vary KEY=A,B), or an arm (--arm)")
     check_arms(chosen)
     names = [a.name for a in chosen]
     if baseline is not None and baseline not in names:
@@ -204,14 +206,19 @@ def make_plan(
     grids: dict[str, Grid] = {}
     untuned = []
     configs = {}
+    kept = {}
     for arm in chosen:
         grid = {k: parse_grid(v, k) for k, v in arm.tune.items()} if arm.tune is not None else common
         if arm.tune is None and set(grid) & set(arm.set):
             untuned.append(arm.name)  # it says itself what tuning would choose
         elif grid:
             grids[arm.name] = grid
+        rates = []
         for point in points(grids.get(arm.name, {})):  # without a grid one point: nothing added
             configs[arm.name] = validated(arm.name, resolve(base, {**arm.fixed, **point}))
+            rates.append(rates_of(configs[arm.name]))
+        if left := kept_rates(rates):
+            kept[arm.name] = left
     sizes = {name: len(points(grid)) for name, grid in grids.items()}
     if len(set(sizes.values())) > 1:
         each = ", ".join(f"{n}: {size}" for n, size in sizes.items())
@@ -233,6 +240,7 @@ def make_plan(
         inject=inject or None,
         probes=tuple(probes),
         untuned=untuned,
+        kept_rates=kept,
     )
     for end in (0, -1):  # what arms take from others is found out before anything runs
         settle(plan, {name: Tuned(list(points(grid)), best=end) for name, grid in grids.items()})
@@ -291,6 +299,7 @@ def run_plan(plan: Plan, pool: Pool, recipe: str, report: Report) -> Comparison:
     keys = {name: {seed: t.key for seed, t in each.items()} for name, each in trials.items()}
     arms, notes = summarise(plan, settings, tuned, reasons, results, keys)
     notes += [f"{name}: not tuned, since it names the setting itself" for name in plan.untuned]
+    notes += [note(name, kept) for name, kept in plan.kept_rates.items()]
     notes += [f"{a.name}: trained for {a.share:g} of the budget" for a in plan.arms if a.share != 1]
     return Comparison(arms, plan.baseline, recipe, plan.budget, plan.seeds, pool.jobs, pool.store.root, notes)
 

@@ -3,7 +3,9 @@
 With n points in the grid: all n train for a quarter of the budget with the first seed, the better half of them
 (rounded up) for half of it, and the best of those is the arm's setting; it then trains for the whole budget with all
 seeds. Each rung is a run of its own, with its schedule scaled to its own length, so a rate is never judged in the
-middle of another schedule. Rungs with one point left are passed over. Points that diverge or fail come last.
+middle of another schedule. Rungs with one point left are passed over. Points that diverge or fail are out: their
+places in the next rung go to the next best, and stay empty where too few are left, so that an arm whose points diverge
+has fewer trials than the others, and never more.
 """
 
 from __future__ import annotations
@@ -91,7 +93,7 @@ def survivors(n: int, share: float) -> int:
 
 
 def trials_per_arm(n: int) -> int:
-    """Trainings that tuning a grid of n points takes."""
+    """Trainings that tuning a grid of n points takes, at most: fewer where more diverge than would go anyhow."""
     counts = [survivors(n, share) for _, share in RUNGS]
     return sum(c for c in counts if c > 1)
 

@@ -30,7 +30,7 @@ from trainwright.models.attention import AttentionPlan, attention, plan_attentio
 from trainwright.models.base import Head, Hidden, LanguageModel
 from trainwright.models.cache import KVCache
 from trainwright.models.flops import frozen_correction
-from trainwright.models.moe import MoE, load_metrics
+from trainwright.models.moe import MoE, load_metrics, tokens_there
 from trainwright.models.ops import apply_rope, rms_norm, swiglu
 from trainwright.models.rope import RotaryTables
 
@@ -140,7 +140,8 @@ class Block(nn.Module):
 
 
 class MoEBlock(Block):
-    """As :class:`Block`, with experts; returns ``x``, the balancing loss (scalar) and the expert counts ``[E]``.
+    """As :class:`Block`, with experts; returns ``x``, the balancing loss (scalar) and the expert counts ``[E]``, the
+    last two of the tokens ``there`` (bool ``[B, T]``; None: all).
 
     They are results, not side effects, so that recomputation in activation checkpointing does not count a token twice.
     """
@@ -156,9 +157,17 @@ class MoEBlock(Block):
             bias_balanced=arch.balance == "bias",
         )
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan, cache: KVCache | None = None) -> Any:
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        plan: AttentionPlan,
+        cache: KVCache | None = None,
+        there: Tensor | None = None,
+    ) -> Any:
         x = self._attend(x, cos, sin, plan, cache)
-        y, balance, counts = self.mlp(self.mlp_norm(x))
+        y, balance, counts = self.mlp(self.mlp_norm(x), there)
         return x + self._drop(y), balance, counts
 
 
@@ -243,13 +252,15 @@ class Decoder(LanguageModel):
             plans = {w: cache.plan(length, w) for w in windows}
 
         x = self.embed(tokens)  # [B, T, D]
+        there = tokens_there(doc_ids) if self.arch.n_experts and cache is None else None
         losses: list[Tensor] = []
         counts: list[Tensor] = []
         taken: dict[int, Tensor] = {}  # the stream at early exits
         for i, block in enumerate(self.blocks):
             if self.exits is not None and self.exits.has(i):
                 taken[i] = x
-            x = block(x, cos, sin, plans[self.arch.window(i)], cache)
+            more = (there,) if self.arch.is_moe(i) else ()
+            x = block(x, cos, sin, plans[self.arch.window(i)], cache, *more)
             if self.arch.is_moe(i):
                 x, loss, count = x
                 losses.append(loss)

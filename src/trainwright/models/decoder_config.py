@@ -86,7 +86,8 @@ class DecoderModelConfig(ModelConfig):
         if self.family not in FAMILIES:
             raise ConfigError(f"no such family; {nearest(self.family, FAMILIES)}", key="family", value=self.family)
         if self.size not in SIZES:
-            raise ConfigError(f"no such size; {nearest(self.size, SIZES)}", key="size", value=self.size)
+            # In full: the nearest name to 3m is 350m.
+            raise ConfigError(f"no such size; sizes are {', '.join(SIZES)}", key="size", value=self.size)
         family, size = FAMILIES[self.family], SIZES[self.size]
 
         def pick(name: str, default: Any) -> Any:

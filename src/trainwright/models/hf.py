@@ -280,6 +280,10 @@ class HFModelConfig(ModelConfig):
         config_file = read_json(folder / "config.json")
         stored = config_file.get("dtype") or config_file.get("torch_dtype") or "float32"
         dtype = getattr(torch, stored if self.dtype == "stored" else self.dtype)
+        from transformers.utils import logging as transformers_logging
+
+        bars = transformers_logging.is_progress_bar_enabled()
+        transformers_logging.disable_progress_bar()  # it would be drawn into ours
         try:
             if self.fresh:
                 hf = AutoModelForCausalLM.from_config(
@@ -297,6 +301,9 @@ class HFModelConfig(ModelConfig):
             raise ModelError(
                 f"{folder} cannot be loaded by transformers: {str(error).strip().splitlines()[0]}"
             ) from error
+        finally:
+            if bars:
+                transformers_logging.enable_progress_bar()
         model = HFModel(hf.to(torch.get_default_device()).train())
         check_fit(model.vocab_size, model.max_seq_len, vocab_size, seq_len, self.path)
         return model

@@ -7,6 +7,9 @@ Token t with scores s_t (softmax of the router's logits, or their sigmoid) goes 
   assignments to expert e over the number of tokens (they sum to k) and P_e the mean score; averaged over layers. Where
   ranks have a micro-batch's tokens together, f and P are those of all of them (``summed``).
 - bias (arXiv:2408.15664): after each step ``b_e += rate * sign(mean load - load_e)``; no gradient is disturbed.
+
+Padding goes through experts as tokens do, for shapes that are known beforehand, but no figure counts it: f and P are of
+the tokens that are there, as transformers has it with an attention mask, and so is the load that the bias goes by.
 """
 
 from __future__ import annotations
@@ -21,8 +24,19 @@ from torch import Tensor, nn
 from trainwright.models.ops import swiglu
 
 
+def tokens_there(doc_ids: Tensor | None) -> Tensor | None:
+    """bool like ``doc_ids [B, T]``: False where it is below 0, which is padding; None: nowhere."""
+    if doc_ids is None:
+        return None
+    there = doc_ids >= 0
+    return None if there.device.type == "cpu" and bool(there.all()) else there  # elsewhere looking would wait for it
+
+
 class MoE(nn.Module):
-    """``x [B, T, D]`` -> output ``[B, T, D]``, balancing loss (scalar, unscaled), expert counts ``[E]``."""
+    """``x [B, T, D]`` -> output ``[B, T, D]``, balancing loss (scalar, unscaled), expert counts ``[E]``. The last two
+    are of the tokens ``there`` (bool ``[B, T]``; None: all slots).
+
+    Scores are float32, of a float64 model float64."""
 
     expert_bias: Tensor | None
 
@@ -50,10 +64,11 @@ class MoE(nn.Module):
             self.expert_bias = bias.to(self.expert_bias.device)
         return self
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, there: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         shape = x.shape
         x = x.reshape(-1, shape[-1])  # [N, D]
-        logits = self.router(x).float()  # [N, E]
+        logits = self.router(x)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # [N, E]
         scores = logits.sigmoid() if self.score == "sigmoid" else logits.softmax(dim=-1)
         choice = scores if self.expert_bias is None else scores + self.expert_bias
         experts = choice.topk(self.top_k, dim=-1).indices  # [N, k]
@@ -71,29 +86,32 @@ class MoE(nn.Module):
         out = out.index_select(0, place).view(-1, self.top_k, shape[-1])  # [N, k, D]
         y = (out * weights.to(out.dtype).unsqueeze(-1)).sum(dim=1)
 
-        return y.view(shape), *self._balance(scores, experts, counts, shape)
+        return y.view(shape), *self._balance(scores, experts, counts, self._there(there, shape, scores.device))
 
-    def _balance(self, scores: Tensor, experts: Tensor, counts: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    def _balance(self, scores: Tensor, experts: Tensor, counts: Tensor, there: Tensor | None) -> tuple[Tensor, Tensor]:
         """The balancing loss of ``scores [N, E]``, choices ``experts [N, k]`` and ``counts [E]``; and the counts of
-        all tokens of the micro-batch."""
+        all tokens of the micro-batch. ``there``: bool ``[N]``."""
         # Sigmoid scores do not sum to one; the loss compares shares.
         share = scores / scores.sum(dim=-1, keepdim=True) if self.score == "sigmoid" else scores
         tokens: Any = scores.shape[0]
-        there = self._there(shape, scores.device)
         if there is not None:
-            share, tokens = share * there, there.sum()
-            counts = (F.one_hot(experts, scores.shape[1]) * there.to(experts.dtype).unsqueeze(-1)).sum((0, 1))
+            share, tokens = share * there.unsqueeze(1).to(share.dtype), there.sum()
+            counts = (F.one_hot(experts, scores.shape[1]) * there.view(-1, 1, 1)).sum((0, 1))
         total = share.sum(0)
         if self.summed is not None and self.expert_bias is None:  # else nobody uses the loss
             number = torch.as_tensor(tokens, dtype=total.dtype, device=total.device).view(1)
             figures = self.summed(torch.cat([total, counts.to(total.dtype), number]))
             total, whole, number = figures.split([len(counts), len(counts), 1])
             counts, tokens = whole.detach().to(counts.dtype), number.detach()
-        return counts.numel() * (counts / tokens * (total / tokens)).sum(), counts.detach()
+        if isinstance(tokens, Tensor):
+            tokens = tokens.clamp(min=1)  # a micro-batch may be all padding
+        shares = counts.to(total.dtype) / tokens  # f
+        return counts.numel() * (shares * (total / tokens)).sum(), counts.detach()
 
-    def _there(self, shape: torch.Size, device: torch.device) -> Tensor | None:
-        """``[N, 1]``: 0 for slots of ``x [B, T, D]`` that are no token of a row; None: all are."""
-        return None
+    def _there(self, there: Tensor | None, shape: torch.Size, device: torch.device) -> Tensor | None:
+        """bool ``[N]``: which slots of ``x [B, T, D]``, what this rank has of the micro-batch, hold one of the tokens
+        ``there``; None: all do."""
+        return None if there is None else there.flatten()
 
     def summed_also(self, summed: Callable[[Tensor], Tensor]) -> None:
         """Have ``summed`` called besides what is called already."""
@@ -183,6 +201,6 @@ grouped_linear.register_autograd(_gradients, setup_context=_save)
 def load_metrics(counts: list[Tensor]) -> dict[str, Tensor]:
     """Means over layers of the load's entropy (1 = even) and of the busiest expert's share of assignments."""
     load = torch.stack(counts).float()  # [layers, E]
-    share = load / load.sum(dim=1, keepdim=True)
+    share = load / load.sum(dim=1, keepdim=True).clamp(min=1)  # a micro-batch may be all padding
     entropy = torch.special.entr(share).sum(dim=1) / torch.log(torch.tensor(float(load.shape[1])))
     return {"moe/load_entropy": entropy.mean(), "moe/max_load_fraction": share.amax(dim=1).mean()}

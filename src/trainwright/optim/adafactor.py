@@ -54,6 +54,7 @@ class Adafactor(UpdateRule):
 
     group_state = ("step",)
     shapes_state = ("splits",)
+    wide_state = ("row", "column", "variance")
 
     def __init__(
         self,

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from trainwright.core.errors import ConfigError
 from trainwright.core.params import NamedParam
 from trainwright.core.registry import register
+from trainwright.optim.adamw import adam_updates
 from trainwright.optim.matrix import MatrixConfig, MatrixRule
 from trainwright.optim.muon import Muon
 from trainwright.optim.slices import Slices, local_norms, rounds
@@ -79,14 +80,18 @@ class Hyperball(MatrixRule):
             )
 
     def apply(self, params: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> None:
-        if group["lr"] == 0:
-            return  # rounding would still move the weights
+        if group["lr"]:  # at 0 rounding would still move the weights
+            super().apply(params, updates, group)
+
+    def move(self, values: list[Tensor], updates: list[Tensor], params: list[Tensor], group: dict[str, Any]) -> None:
         for some in rounds(params):
             slices = Slices([params[i] for i in some], group["splits"])
-            w = slices.stacks(slices.params)
+            targets = [values[i] for i in some]
+            w = slices.stacks(targets)
             radii = [r.to(x.dtype) for r, x in zip(self._radii(slices, w, group), w, strict=True)]
             new = hyperball_step(w, slices.stacks([updates[i] for i in some]), radii, group["lr"], slices.norms)
-            torch._foreach_copy_([_local(p) for p in slices.params], [_local(x) for x in slices.join(new)])
+            joined = slices.join(new, targets[0].dtype)
+            torch._foreach_copy_([_local(t) for t in targets], [_local(x) for x in joined])
 
     def _radii(self, slices: Slices, w: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
         if any("norm" not in self.state[p] for p in slices.params):
@@ -180,28 +185,11 @@ class AdamH(Hyperball):
         group["step"] += 1
 
     def updates(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-        found = [torch.zeros_like(p, memory_format=torch.preserve_format) for p in params]
-        for device in {p.device for p in params}:
-            some = [i for i, p in enumerate(params) if p.device == device]
-            own = [params[i] for i in some]
-            count = torch.full((), float(group["step"]), device=device)  # where the fused kernel reads it
-            # The fused kernel's step from zero weights with rate 1, upwards, is u.
-            torch._fused_adamw_(
-                [found[i] for i in some],
-                [grads[i] for i in some],
-                self.state_of(own, "exp_avg"),
-                self.state_of(own, "exp_avg_sq"),
-                [],
-                [count] * len(own),
-                lr=1.0,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                weight_decay=0.0,
-                eps=group["eps"],
-                amsgrad=False,
-                maximize=True,
-            )
-        return found
+        # Where the fused kernel reads it.
+        counts = {d: torch.full((), float(group["step"]), device=d) for d in {p.device for p in params}}
+        first, second = self.state_of(params, "exp_avg"), self.state_of(params, "exp_avg_sq")
+        steps = [counts[p.device] for p in params]
+        return adam_updates(params, grads, first, second, steps, group["betas"], group["eps"], ascending=True)
 
 
 class MuonH(Hyperball, Muon):

@@ -2,6 +2,9 @@
 
 m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  w = w (1 - lr wd) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 Decoupled Weight Decay Regularization, arXiv:1711.05101.
+
+Of bfloat16 weights torch's keeps both moments in bfloat16, where v does not shrink with b2 of 0.997 or more. The rule
+here, which stochastic rounding and wrappers use, keeps v in float32.
 """
 
 from __future__ import annotations
@@ -34,10 +37,56 @@ def decay_groups(params: Sequence[NamedParam], weight_decay: float) -> list[dict
     ]
 
 
+def adam_updates(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    first: Sequence[Tensor],
+    second: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    betas: Sequence[float],
+    eps: float,
+    ascending: bool = False,
+) -> list[Tensor]:
+    """Adam's update of each gradient, corrected for ``steps``, laid out as ``params``; moves both moments.
+
+    Computed by torch's fused kernel in the dtype of ``second``, which may be a wider one than that of the others.
+    ascending  ``first`` is the mean of the negative gradients
+    """
+    found = list(params)
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, v in enumerate(second):
+        alike.setdefault((v.device, v.dtype), []).append(i)
+    for (_, dtype), some in alike.items():
+        moments = [first[i].to(dtype) for i in some]
+        updates = [torch.zeros_like(params[i], dtype=dtype, memory_format=torch.preserve_format) for i in some]
+        # The fused kernel's step from zero weights with rate -1 is u, and that upwards with rate 1.
+        torch._fused_adamw_(
+            updates,
+            [grads[i].to(dtype) for i in some],
+            moments,
+            [second[i] for i in some],
+            [],
+            [steps[i] for i in some],
+            lr=1.0 if ascending else -1.0,
+            beta1=betas[0],
+            beta2=betas[1],
+            weight_decay=0.0,
+            eps=eps,
+            amsgrad=False,
+            maximize=ascending,
+        )
+        for i, m, u in zip(some, moments, updates, strict=True):
+            if m is not first[i]:
+                first[i].copy_(m)
+            found[i] = u.to(params[i].dtype)
+    return found
+
+
 class AdamW(UpdateRule):
     """AdamW whose update methods like MGUP and SPECTRA can change; torch.optim.AdamW is the faster one alone.
 
-    State per parameter: ``exp_avg``, ``exp_avg_sq`` (its shape), ``step`` (float32 scalar).
+    State per parameter: ``exp_avg``, ``exp_avg_sq`` (its shape; the second in float32 at least, which torch's keeps in
+    the dtype of the parameter), ``step`` (float32 scalar).
     """
 
     def __init__(
@@ -51,33 +100,15 @@ class AdamW(UpdateRule):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def updates(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-        updates = [torch.zeros_like(p, memory_format=torch.preserve_format) for p in params]
-        for device in {p.device for p in params}:
-            some = [i for i, p in enumerate(params) if p.device == device]
-            own = [params[i] for i in some]
-            for p in own:
-                if "step" not in self.state[p]:
-                    # Like torch's: float32 by the parameter, where the fused kernel reads it.
-                    self.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=device)
-            steps = [self.state[p]["step"] for p in own]
-            torch._foreach_add_(steps, 1)
-            # The fused kernel's step from zero weights with rate -1 is u.
-            torch._fused_adamw_(
-                [updates[i] for i in some],
-                [grads[i] for i in some],
-                self.state_of(own, "exp_avg"),
-                self.state_of(own, "exp_avg_sq"),
-                [],
-                steps,
-                lr=-1.0,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                weight_decay=0.0,
-                eps=group["eps"],
-                amsgrad=False,
-                maximize=False,
-            )
-        return updates
+        for p in params:
+            if "step" not in self.state[p]:
+                # Like torch's: float32 by the parameter, where the fused kernel reads it.
+                self.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+        steps = [self.state[p]["step"] for p in params]
+        for device in {s.device for s in steps}:
+            torch._foreach_add_([s for s in steps if s.device == device], 1)
+        first, second = self.state_of(params, "exp_avg"), self.state_of(params, "exp_avg_sq")
+        return adam_updates(params, grads, first, second, steps, group["betas"], group["eps"])
 
 
 @register("optimizer", "adamw", paper="arXiv:1711.05101")

@@ -46,6 +46,7 @@ class AdamW8bit(AdamW):
     """
 
     shapes_state = ("min_size",)
+    wide_state = (*AdamW.wide_state, "exp_avg_scale")
 
     def __init__(
         self,

@@ -44,13 +44,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from trainwright.core.errors import ConfigError, nearest
 from trainwright.core.params import NamedParam
 from trainwright.core.registry import register
-from trainwright.optim.adamw import DECAYED, AdamW
+from trainwright.optim.adamw import DECAYED, AdamW, adam_updates
 from trainwright.optim.adapm_blocks import POLICY, PROBED, Momentum, block_of, is_pattern, momentum_parts, report
 from trainwright.optim.base import OptimizerConfig
-from trainwright.optim.grass import projected_range
+from trainwright.optim.grass_rows import projected_range
 from trainwright.optim.low_rank import _gradient, _laid_out
 from trainwright.optim.low_rank_parts import Part, local_of, place, share_out, state_zeros, sum_over_ranks
-from trainwright.optim.whole import batches, like
+from trainwright.optim.whole import batches, beside, like
 
 log = logging.getLogger("trainwright")
 
@@ -162,26 +162,10 @@ class AdaPM(AdamW):
             # Half of the gradient and half of these.
             beta, corrected = 0.5, 1 - 0.5**step
             moments = self._low_rank(params, grads, group, step, 2 * corrected, -1.0)
-        updates = [torch.zeros_like(p, memory_format=torch.preserve_format) for p in params]
-        for device in {p.device for p in params}:
-            some = [i for i, p in enumerate(params) if p.device == device]
-            count = torch.full((), step, dtype=torch.float32, device=device)
-            torch._fused_adamw_(
-                [updates[i] for i in some],
-                [grads[i] for i in some],
-                [moments[i] for i in some],
-                self.state_of([params[i] for i in some], "exp_avg_sq"),
-                [],
-                [count] * len(some),
-                lr=-1.0,  # upwards from zero: u
-                beta1=beta,
-                beta2=group["betas"][1],
-                weight_decay=0.0,
-                eps=group["eps"],
-                amsgrad=False,
-                maximize=False,
-            )
-        return updates
+        counts = {d: torch.full((), step, dtype=torch.float32, device=d) for d in {p.device for p in params}}
+        steps = [counts[p.device] for p in params]
+        second = self.state_of(params, "exp_avg_sq")
+        return adam_updates(params, grads, moments, second, steps, (beta, group["betas"][1]), group["eps"])
 
     def _by_row(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any], step: int) -> list[Tensor]:
         beta = group["betas"][0]
@@ -262,16 +246,18 @@ class AdaPM(AdamW):
         beta = group["betas"][1]
         rows = [i for i, p in enumerate(params) if p.ndim >= 2]
         squares = list(grads)
+        wide = [g.to(self.state_dtype(p, "exp_avg_sq")) for g, p in zip(grads, params, strict=True)]
         for i in rows:
-            squares[i] = row_mean_squares(grads[i])
+            squares[i] = row_mean_squares(wide[i])
             state = self.state[params[i]]
             if "exp_avg_sq" not in state:
                 state["exp_avg_sq"] = torch.zeros_like(squares[i])
-            elif isinstance(squares[i], DTensor) and not isinstance(state["exp_avg_sq"], DTensor):
+            state["exp_avg_sq"] = state["exp_avg_sq"].to(squares[i].dtype)  # of an older checkpoint
+            if isinstance(squares[i], DTensor) and not isinstance(state["exp_avg_sq"], DTensor):
                 state["exp_avg_sq"] = like(state["exp_avg_sq"], squares[i])  # from a checkpoint of another layout
         rest = sorted(set(range(len(params))) - set(rows))
         if rest:
-            for i, t in zip(rest, torch._foreach_mul([grads[i] for i in rest], [grads[i] for i in rest]), strict=True):
+            for i, t in zip(rest, torch._foreach_mul([wide[i] for i in rest], [wide[i] for i in rest]), strict=True):
                 squares[i] = t
             self.state_of([params[i] for i in rest], "exp_avg_sq")
         found = [self.state[p]["exp_avg_sq"] for p in params]
@@ -279,7 +265,7 @@ class AdaPM(AdamW):
         roots = torch._foreach_sqrt(found)
         torch._foreach_div_(roots, math.sqrt(1 - beta**step))
         torch._foreach_add_(roots, group["eps"])
-        return list(roots)
+        return [beside(r, p) for r, p in zip(roots, params, strict=True)]
 
 
 def _wide(t: Tensor) -> Tensor:

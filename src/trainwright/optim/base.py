@@ -11,7 +11,15 @@ from contextvars import ContextVar
 from typing import Any, Protocol, Self, cast
 
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -19,10 +27,10 @@ from torch.distributed.tensor import DTensor
 from trainwright.core.distributed import local_tensor
 from trainwright.core.errors import ConfigError
 from trainwright.core.params import NamedParam
-from trainwright.core.registry import MethodConfig
+from trainwright.core.registry import MethodConfig, config_error
 from trainwright.core.seeds import derive
 from trainwright.optim.rounding import round_stochastically_
-from trainwright.optim.settings import CheckedOptimizer
+from trainwright.optim.settings import CheckedOptimizer, is_number
 
 log = logging.getLogger("trainwright")
 ROUNDINGS = "roundings"  # entry of a group: how often its weights were rounded
@@ -42,6 +50,13 @@ class OptimizerConfig(MethodConfig):
         False, description="bfloat16 weights are rounded up or down at random, so that small steps count on average."
     )
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) and is_number(cls.model_fields[info.field_name or ""].annotation):
+            raise ValueError("should be a number")  # pydantic takes True to be 1
+        return value
+
     @model_validator(mode="after")
     def _decay_leaves_something(self) -> OptimizerConfig:
         if self.lr * self.weight_decay >= 1:
@@ -54,6 +69,22 @@ class OptimizerConfig(MethodConfig):
     @abstractmethod
     def build(self, params: Sequence[NamedParam]) -> torch.optim.Optimizer:
         """A torch optimizer over ``params``. Its groups hold ``lr``, which the loop scales by the schedule."""
+
+    def changed(self, **settings: Any) -> Self:
+        """The same with other ``settings``; what was left out and hangs on them is found anew. Raises ConfigError."""
+        given = {key: getattr(self, key) for key in self.model_fields_set}
+        try:
+            return type(self).model_validate({**given, **settings})
+        except ValidationError as error:
+            raise config_error(error, type(self)) from None
+
+    def at_rate(self, lr: float) -> Self:
+        """The same at the rate of an outer optimizer, or as it is where it was given a rate. Raises ConfigError."""
+        if "lr" in self.model_fields_set:
+            return self
+        found = self.changed(lr=lr)
+        found.model_fields_set.discard("lr")  # not given: an optimizer further out may still change it
+        return found
 
     def for_run(self, total_steps: int | None) -> Self:
         """The same for a run of ``total_steps`` (None: not known beforehand), with what is derived from that filled in.
@@ -182,19 +213,27 @@ class UpdateRule(CheckedOptimizer):
         """Called once per step and group that has a gradient, before :meth:`updates`: the place to count steps."""
 
     def apply(self, params: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> None:
-        """The step, given ``u``."""
-        kept = params
-        if group.get("stochastic_rounding"):
-            params, updates = [p.float() for p in params], [u.float() for u in updates]
+        """The step, given ``u``; rounded at random where the group says so. Subclasses change :meth:`move`."""
+        if not group.get("stochastic_rounding"):
+            self.move(params, updates, params, group)
+            return
+        values = [p.float() for p in params]
+        self.move(values, [u.float() for u in updates], params, group)
+        targets = [local_tensor(p) for p in params]
+        # From the count of steps alone, so that replicas draw alike and a resumed run goes on as it would have.
+        generator = torch.Generator(targets[0].device).manual_seed(derive(group[ROUNDINGS], "rounding"))
+        group[ROUNDINGS] += 1
+        round_stochastically_(targets, [local_tensor(v) for v in values], generator)
+
+    def move(self, values: list[Tensor], updates: list[Tensor], params: list[Tensor], group: dict[str, Any]) -> None:
+        """The step, written to ``values``: ``params`` themselves, or float32 copies that are rounded afterwards."""
         if group.get("weight_decay"):
-            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(params, updates, alpha=-group["lr"])
-        if kept is not params:
-            targets, values = [local_tensor(p) for p in kept], [local_tensor(p) for p in params]
-            # From the count of steps alone, so that replicas draw alike and a resumed run goes on as it would have.
-            generator = torch.Generator(targets[0].device).manual_seed(derive(group[ROUNDINGS], "rounding"))
-            group[ROUNDINGS] += 1
-            round_stochastically_(targets, values, generator)
+            torch._foreach_mul_(values, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(values, updates, alpha=-group["lr"])
+
+    def decayed(self, params: list[Tensor], group: dict[str, Any]) -> list[Tensor] | None:
+        """What :meth:`move` takes lr weight_decay of: the weights, with 0 where they do not decay. None: of nothing."""
+        return params if group.get("weight_decay") else None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -215,12 +254,17 @@ class UpdateRule(CheckedOptimizer):
         self.apply(params, self.updates(params, grads, group), group)
 
     def state_of(self, params: Sequence[Tensor], key: str, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """The state tensor ``key`` of each parameter, of its shape and layout; zeros where there is none yet."""
+        """The state tensor ``key`` of each parameter, of its shape and layout; zeros where there is none yet.
+
+        dtype  None: as :meth:`state_dtype` says
+        """
         found = []
         for p in params:
-            state = self.state[p]
+            state, wanted = self.state[p], dtype or self.state_dtype(p, key)
             if key not in state:
-                state[key] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
+                state[key] = torch.zeros_like(p, dtype=wanted, memory_format=torch.preserve_format)
+            elif state[key].dtype != wanted:  # from an older checkpoint, or another model's
+                state[key] = state[key].to(wanted)
             found.append(state[key])
         return found
 

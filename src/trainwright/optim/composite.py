@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.optim.settings import refuse_other_settings
+from trainwright.optim.settings import keep_wide, refuse_other_settings
 
 
 class _RoutedState(MutableMapping[Tensor, Any]):
@@ -76,6 +76,7 @@ class CompositeOptimizer(torch.optim.Optimizer):
         live = [(part, group) for part in self.parts for group in part.param_groups]
         refuse_other_settings((*own, group) for own, group in zip(live, state_dict["param_groups"], strict=False))
         super().load_state_dict(state_dict)
+        keep_wide(self.parts, state_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for part in self.parts:

@@ -44,7 +44,7 @@ from trainwright.core.params import NamedParam
 from trainwright.core.registry import register
 from trainwright.optim import low_rank_inner
 from trainwright.optim.low_rank import LowRankRule, RefreshedConfig
-from trainwright.optim.whole import like
+from trainwright.optim.whole import beside, like
 
 log = logging.getLogger("trainwright")
 FACTOR = re.compile(r"lora_[abAB](\.|$)")  # names of an adapter's A and B, ours and PEFT's
@@ -81,7 +81,7 @@ def split_gradient(weight: Tensor, grad: Tensor, dim: int = -1) -> tuple[Tensor,
 def rebuild_(moved: Tensor, norms: Tensor, magnitudes: Tensor, dim: int = -1) -> None:
     """Make W of V after its step, in place, with the new ``magnitudes``; ``norms`` are those before the step."""
     new_norms = row_norms(moved, dim)
-    moved.mul_(torch.where(norms > TINY, magnitudes, new_norms) / new_norms.clamp(min=TINY))
+    moved.mul_(beside(torch.where(norms > TINY, magnitudes, new_norms) / new_norms.clamp(min=TINY), moved))
 
 
 class GradNormLoRP(LowRankRule):
@@ -95,6 +95,8 @@ class GradNormLoRP(LowRankRule):
     """
 
     shapes_state = (*LowRankRule.shapes_state, "learn_magnitude", "normalized")
+    adam = staticmethod(low_rank_inner.fused_adam)
+    wide_state = (*LowRankRule.wide_state, "norm_avg_sq")
 
     def __init__(
         self,
@@ -161,8 +163,9 @@ class GradNormLoRP(LowRankRule):
         for p, t in zip(params, templates, strict=True):
             state = self.state[p]
             if key not in state:
-                state[key] = torch.zeros_like(t, dtype=p.dtype)
-            elif isinstance(t, DTensor) and not isinstance(state[key], DTensor):
+                state[key] = torch.zeros_like(t, dtype=self.state_dtype(p, key))
+            state[key] = state[key].to(self.state_dtype(p, key))  # of an older checkpoint
+            if isinstance(t, DTensor) and not isinstance(state[key], DTensor):
                 state[key] = like(state[key], t)  # from a checkpoint of another layout
             found.append(state[key])
         return found

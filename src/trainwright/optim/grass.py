@@ -24,92 +24,42 @@ Where we differ from the paper, whose repository has no code:
 Sharded gradients: the norms are one all-reduced vector of m numbers per matrix and selection, from which all ranks
 select the same; R takes a reduce-scatter and the update an all-gather of r n numbers where the shards are of the
 selected side, and nothing where they are of the other (low_rank_parts.py).
+
+Cost: an ordinary step gathers r rows, steps them by torch's fused Adam kernel (with the bias correction, which differs
+by row, beside it) and adds them to the weights in place. Nothing of the size of the matrix is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from trainwright.core.params import NamedParam
 from trainwright.core.registry import register
 from trainwright.core.sliced_gradient import Slice, SlicedGradient, ask, is_offered
+from trainwright.optim import low_rank_inner
+from trainwright.optim.grass_rows import (
+    Chosen,
+    Selection,
+    add_rows,
+    as_rows,
+    by_expert,
+    carried,
+    is_sharded_by_expert,
+    reduce,
+    select_rows,
+    side_factors,
+    side_norms,
+    take,
+    to_digits,
+    update_of,
+)
 from trainwright.optim.low_rank import LowRankConfig, LowRankRule, _gradient, _laid_out
-from trainwright.optim.low_rank_parts import Part, local_of, parts_of, place, share_out, sum_over_ranks
-
-Selection = Literal["top_r", "multinomial", "uniform"]
-DIGITS = 3  # an index as this many bytes: torch's load_state_dict casts state to bfloat16, which keeps them
-
-
-def select_rows(
-    norms: Tensor,
-    rank: int,
-    selection: Selection = "top_r",
-    power: float = 1.0,
-    replacement: bool = True,
-    generator: torch.Generator | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Indexes (ascending) and factors rho, both ``[..., rank]``, of rows whose gradients have ``norms [..., m]``.
-
-    power  of the norm that the probability of "multinomial" is proportional to
-    One draw serves all matrices of a stack. Where all norms are zero, multinomial draws are uniform.
-    """
-    norms = torch.nan_to_num(norms, nan=0.0, posinf=0.0)
-    if selection == "top_r":
-        rows = norms.topk(rank).indices.sort(-1).values
-        return rows, torch.ones_like(rows, dtype=norms.dtype)
-    weights = norms**power if selection == "multinomial" else torch.ones_like(norms)
-    total = weights.sum(-1, keepdim=True)
-    q = torch.where(total > 0, weights / total, 1 / norms.shape[-1])
-    if replacement:
-        draws = torch.rand(rank, generator=generator, dtype=q.dtype).to(q.device).expand(*q.shape[:-1], rank)
-        ends = q.cumsum(-1)
-        rows = torch.searchsorted(ends, draws * ends[..., -1:], right=True).clamp(max=q.shape[-1] - 1).sort(-1).values
-        return rows, (rank * q.gather(-1, rows)).rsqrt()
-    clocks = -torch.log1p(-torch.rand(q.shape[-1], generator=generator, dtype=q.dtype)).to(q.device) / q
-    found = clocks.topk(min(rank + 1, q.shape[-1]), largest=False)
-    rows = found.indices[..., :rank].sort(-1).values
-    if rank == q.shape[-1]:
-        return rows, torch.ones_like(rows, dtype=q.dtype)
-    if selection == "uniform":
-        return rows, torch.full_like(rows, (q.shape[-1] / rank) ** 0.5, dtype=q.dtype)
-    chosen = q.gather(-1, rows)
-    odds = -torch.expm1(-chosen * found.values[..., rank:])
-    # Rows of zeros are taken only when no others are left, and so always.
-    return rows, torch.where(chosen > 0, odds, 1.0).rsqrt()
-
-
-def carried(old_rows: Tensor, new_rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Where each of ``new_rows [..., r]`` of ``count`` was among ``old_rows``: position (0 if nowhere), and whether."""
-    places = torch.full((*old_rows.shape[:-1], count), -1, dtype=torch.long, device=old_rows.device)
-    positions = torch.arange(old_rows.shape[-1], device=old_rows.device).expand_as(old_rows)
-    found = places.scatter_(-1, old_rows, positions).gather(-1, new_rows)
-    return found.clamp(min=0), found >= 0
-
-
-def to_digits(rows: Tensor) -> Tensor:
-    """Indexes ``[..., r]`` as bytes ``[..., r, DIGITS]``, the lowest first."""
-    return torch.stack([(rows >> (8 * i)) & 255 for i in range(DIGITS)], dim=-1).to(torch.uint8)
-
-
-def from_digits(digits: Tensor) -> Tensor:
-    bytes_ = digits.long()
-    return sum((bytes_[..., i] << (8 * i) for i in range(1, DIGITS)), start=bytes_[..., 0])
-
-
-def take(t: Tensor, rows: Tensor, dim: int) -> Tensor:
-    """Rows (dim -2) or columns (-1) ``rows [..., r]`` of matrices ``t [..., m, n]``."""
-    if t.ndim == 2:
-        return t.index_select(dim, rows)
-    index = rows.unsqueeze(-1 if dim == -2 else -2)
-    shape = list(t.shape)
-    shape[dim] = rows.shape[-1]
-    return t.gather(dim, index.expand(shape))
+from trainwright.optim.low_rank_parts import Part, local_of, place
 
 
 class Grass(LowRankRule):
@@ -127,8 +77,10 @@ class Grass(LowRankRule):
     Raises ValueError for a rank above the shorter side of a matrix and for settings out of range.
     """
 
+    adam = staticmethod(low_rank_inner.fused_adam)
     # The age of a row counts selections in gaps.
     shapes_state = (*LowRankRule.shapes_state, "gap", "selection", "carry")
+    wide_state = (*LowRankRule.wide_state, "age")  # bfloat16 counts to 256
 
     def __init__(
         self,
@@ -156,59 +108,71 @@ class Grass(LowRankRule):
 
     def step_part(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         """As in UpdateRule, but writes to the selected rows alone."""
-        parts, rows, inner = self._selected(params, grads, group)
+        if group.get("stochastic_rounding"):
+            self.apply_scaled(params, *self.directions(params, grads, group), group)
+            return
+        parts, local, chosen = self._selected(params, grads, group)
         self._decay(params, group)
-        rate = -group["lr"] * group["scale"]
         gathered: dict[Tensor, dict[int, Tensor]] = {}
-        for i, (part, r, n) in enumerate(zip(parts, rows, inner, strict=True)):
-            if part.way == "gathered":
-                gathered.setdefault(part.param, {})[i] = _update(part, n, r)
+        for i, u in self._updates(parts, local, chosen, group, -group["lr"] * group["scale"]):
+            if parts[i].way == "gathered":
+                gathered.setdefault(parts[i].param, {})[i] = update_of(parts[i], u, chosen.rows[i])
             else:
-                _add_rows(part, part.of(local_of(part.param)), n, r, rate)
+                add_rows(parts[i], parts[i].of(local_of(parts[i].param)), u, chosen.rows[i])
         for p, pieces in gathered.items():
-            p.add_(_laid_out(p, [parts[i] for i in pieces], list(pieces.values())), alpha=rate)
+            p.add_(_laid_out(p, [parts[i] for i in pieces], list(pieces.values())))
 
     def directions(
         self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]
     ) -> tuple[list[Tensor], list[float]]:
-        parts, rows, inner = self._selected(params, grads, group)
+        parts, local, chosen = self._selected(params, grads, group)
         pieces: dict[Tensor, list[Tensor]] = {p: [] for p in params}
-        for part, r, n in zip(parts, rows, inner, strict=True):
-            pieces[part.param].append(_update(part, n, r))
-        own = {p: [part for part in parts if part.param is p] for p in params}
-        return [_laid_out(p, own[p], pieces[p]) for p in params], [group["scale"]] * len(params)
+        for i, u in self._updates(parts, local, chosen, group, 1.0):
+            pieces[parts[i].param].append(update_of(parts[i], u, chosen.rows[i]))
+        laid_out = [_laid_out(p, self.known_parts(p, group), pieces[p]) for p in params]
+        return laid_out, [group["scale"]] * len(params)
 
     def _selected(
         self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]
-    ) -> tuple[list[Part], list[Tensor], list[Tensor]]:
-        """Parts, their selected rows and this rank's shards of the rows' updates; moves the state."""
+    ) -> tuple[list[Part], list[Tensor], Chosen]:
+        """Parts, this rank's shards of their gradients, and their rows: new ones where a selection is due. Counts."""
         parts: list[Part] = []
         local: list[Tensor] = []
         for p, g in zip(params, grads, strict=True):
-            own = parts_of(p, group["rank"], group["splits"])
+            own = self.known_parts(p, group)
             parts += own
             local += [g] if isinstance(g, SlicedGradient) else [part.of(_gradient(p, g, own)) for part in own]
         due = [i for i, part in enumerate(parts) if self._due(part, group)]
         if any(isinstance(local[i], SlicedGradient) for i in due):
             raise ValueError("a selection needs whole gradients, and these are of rows selected before; clear them")
-        norms = _side_norms([parts[i] for i in due], [local[i] for i in due])
+        norms = side_norms([parts[i] for i in due], [local[i] for i in due])
         for i, n in zip(due, norms, strict=True):
             self._select(parts[i], n, group)
         for p in params:
             self.state[p]["step"] = self.state[p].get("step", 0) + 1
+        return parts, local, self._chosen(parts, group)
+
+    def _updates(
+        self, parts: list[Part], local: list[Tensor], chosen: Chosen, group: dict[str, Any], rate: float
+    ) -> Iterator[tuple[int, Tensor]]:
+        """This rank's shard of the update of each part's rows times ``rate``, by its place; moves the state.
+
+        On a CPU as many at a time as the cache holds from one pass to the next.
+        """
         if not parts:
-            return [], [], []
-        rows = self.rows(parts)
-        rho = self._vectors(parts, "rho") if group["selection"] != "top_r" else None
-        reduced = [_reduce(part, g, i) for part, g, i in zip(parts, local, rows, strict=True)]
-        if rho is not None:
-            reduced = list(torch._foreach_mul(reduced, _beside(parts, rho)))
-        inner = self._inner(parts, reduced, group)
-        if rho is not None:
-            inner = list(torch._foreach_mul(inner, _beside(parts, rho)))
-        if group["subspace"] == "adam":
-            inner = list(torch._foreach_mul(inner, _beside(parts, self._corrections(parts, group))))
-        return parts, rows, inner
+            return
+        rho = None if chosen.rho is None else chosen.beside(chosen.rho)
+        factors = self._factors(parts, chosen, group)
+        scales = None if factors is None else chosen.beside(factors * rate)
+        share = max(part.shape[part.rank_dim] / part.rank for part in parts)  # of a gradient in its R
+        for at in low_rank_inner.portions(local, low_rank_inner.CACHED * share):
+            own = range(len(parts))[at]
+            reduced = [reduce(parts[i], local[i], chosen.rows[i]) for i in own]
+            if rho is not None:
+                torch._foreach_mul_(reduced, rho[at])
+            updates = self._inner(parts[at], reduced, group)
+            torch._foreach_mul_(updates, rate if scales is None else scales[at])
+            yield from zip(own, updates, strict=True)
 
     def _due(self, part: Part, group: dict[str, Any]) -> bool:
         return bool(self.state[part.param].get("step", 0) % group["gap"] == 0)
@@ -220,20 +184,18 @@ class Grass(LowRankRule):
             if is_offered(p) and not group["splits"]:
                 ask(p, self.slice_of)
 
+    @torch.no_grad()
     def slice_of(self, param: Tensor) -> Slice | None:
         """What the step at hand takes of the gradient of a matrix; None: the whole, for a selection."""
         group = next(g for g in self.param_groups if any(p is param for p in g["params"]))
-        parts = parts_of(param, group["rank"])
+        parts = self.known_parts(param, group)
         if not parts or param not in self.state or self._due(parts[0], group):
             return None
-        return parts[0].rank_dim, self.rows(parts)[0]
+        return parts[0].rank_dim, self._chosen(parts, group).rows[0]
 
     def rows(self, parts: Sequence[Part]) -> list[Tensor]:
         """The selected rows (or columns) of each part, ``[..., r]``; of this rank's experts where these are sharded."""
-        digits = self._vectors(parts, "rows", torch.uint8)
-        flat = from_digits(torch.cat([d.reshape(-1, DIGITS) for d in digits]))
-        found = flat.split([d.numel() // DIGITS for d in digits])
-        return [f.view(d.shape[:-1]) for f, d in zip(found, digits, strict=True)]
+        return as_rows(self._vectors(parts, "rows", torch.uint8))
 
     def coverage(self) -> Tensor:
         """Share of all rows (and columns) that were selected at least once: small when top_r starves the rest."""
@@ -245,31 +207,43 @@ class Grass(LowRankRule):
 
     # --- decay of selected rows alone ---
 
-    def apply(self, params: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> None:
-        self.apply_scaled(params, updates, [1.0] * len(params), group)
+    def move(self, values: list[Tensor], updates: list[Tensor], params: list[Tensor], group: dict[str, Any]) -> None:
+        self._decay(params, group, values)
+        super().move(values, updates, params, {**group, "weight_decay": 0.0})
 
     def apply_scaled(
         self, params: list[Tensor], updates: list[Tensor], factors: list[float], group: dict[str, Any]
     ) -> None:
+        if group.get("stochastic_rounding"):
+            super().apply_scaled(params, updates, factors, group)
+            return
         self._decay(params, group)
         super().apply_scaled(params, updates, factors, {**group, "weight_decay": 0.0})
 
-    def _decay(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        if group["weight_decay"]:
-            torch._foreach_mul_(params, [self._kept(p, group) for p in params])
+    def decayed(self, params: list[Tensor], group: dict[str, Any]) -> list[Tensor] | None:
+        if not group["weight_decay"]:
+            return None
+        values = [p.clone() for p in params]
+        self._multiply(params, group, 0.0, values)
+        return list(torch._foreach_sub(params, values))
 
-    def _kept(self, p: Tensor, group: dict[str, Any]) -> Tensor:
-        """Factors of the decay, laid out as the parameter: 1 for rows that are not selected."""
-        own = parts_of(p, group["rank"], group["splits"])
-        pieces = []
-        for part, rows in zip(own, self.rows(own) if own else [], strict=True):
-            piece = torch.ones(_local_shape(part), dtype=p.dtype, device=rows.device)
-            value = torch.full_like(rows, 1 - group["lr"] * group["weight_decay"], dtype=p.dtype)
-            side = torch.ones((*rows.shape[:-1], part.shape[part.rank_dim]), dtype=p.dtype, device=rows.device)
-            side.scatter_(-1, rows, value)
-            size, offset = projected_range(part)
-            pieces.append(piece.mul_(side.narrow(-1, offset, size).unsqueeze(part.kept)))
-        return _laid_out(p, own, pieces)
+    def _decay(self, params: list[Tensor], group: dict[str, Any], values: list[Tensor] | None = None) -> None:
+        """Of selected rows of ``values``, which lie as ``params`` do; None: these."""
+        if group["weight_decay"]:
+            self._multiply(params, group, 1 - group["lr"] * group["weight_decay"], values or params)
+
+    def _multiply(self, params: list[Tensor], group: dict[str, Any], factor: float, values: list[Tensor]) -> None:
+        """Selected rows of ``values`` by ``factor``."""
+        for p, value in zip(params, values, strict=True):
+            own = self.known_parts(p, group)
+            rows = self.rows(own) if own else []
+            factors = [side_factors(part, r, factor, value.dtype) for part, r in zip(own, rows, strict=True)]
+            if own and own[0].way == "gathered":
+                pieces = [f.expand(part.shape) for part, f in zip(own, factors, strict=True)]
+                value.mul_(_laid_out(p, own, pieces))
+            else:
+                for part, f in zip(own, factors, strict=True):
+                    part.of(local_of(value)).mul_(f)
 
     # --- selections ---
 
@@ -283,8 +257,8 @@ class Grass(LowRankRule):
             norms, part.rank, group["selection"], group["power"], group["replacement"], self._generator(part, group)
         )
         sampled = group["selection"] != "top_r"
-        dtype = part.param.dtype
-        age = torch.zeros(rows.shape, dtype=dtype, device=rows.device)
+        dtype, wide = part.param.dtype, self.state_dtype(part.param, "age")
+        age = torch.zeros(rows.shape, dtype=wide, device=rows.device)
         if "rows" + part.key not in state:
             seen = torch.zeros_like(norms, dtype=torch.uint8)
         else:
@@ -295,10 +269,10 @@ class Grass(LowRankRule):
                 at, stays = carried(old, rows, norms.shape[-1])
                 (old_age,) = self._vectors([part], "age")
                 age = torch.where(stays, old_age.gather(-1, at) + group["gap"], 0)
-                change = stays.to(dtype)
+                change = stays.to(wide)
                 if sampled:
                     (old_rho,) = self._vectors([part], "rho")
-                    change = change * (rho / old_rho.gather(-1, at)).to(dtype)
+                    change = change * (rho / old_rho.gather(-1, at)).to(wide)
                 for key in moments:
                     moment = self.part_state(part, key, part.reduced_shape, part.reduced_placements)
                     factor = change.square() if key == "exp_avg_sq" else change
@@ -310,131 +284,41 @@ class Grass(LowRankRule):
         found |= {"rho": rho.to(dtype)} if sampled else {}
         found |= {"age": age} if group["carry"] else {}
         for key, value in found.items():
-            state[key + part.key] = _by_expert(part, value)
+            state[key + part.key] = by_expert(part, value)
 
     def _vectors(self, parts: Sequence[Part], key: str, dtype: torch.dtype | None = None) -> list[Tensor]:
         """State with an entry per row, of this rank's experts where these are sharded."""
         found = []
         for part in parts:
             state, name = self.state[part.param], key + part.key
-            placements = part.param.placements if _sharded_by_expert(part) else None  # type: ignore[attr-defined]
-            state[name] = place(state[name], part, placements, dtype or part.param.dtype)
+            placements = part.param.placements if is_sharded_by_expert(part) else None  # type: ignore[attr-defined]
+            state[name] = place(state[name], part, placements, dtype or self.state_dtype(part.param, key))
             found.append(local_of(state[name]))
         return found
 
-    def _corrections(self, parts: list[Part], group: dict[str, Any]) -> list[Tensor]:
-        """Adam's bias correction by row, ``[..., r]``."""
+    def _chosen(self, parts: list[Part], group: dict[str, Any]) -> Chosen:
+        """What the last selections say, read from the state where it is not what it was at the last call."""
+        sampled = group["selection"] != "top_r"
+        keys = ["rows", *(["age"] if group["carry"] else []), *(["rho"] if sampled else [])]
+        held = {key: self._vectors(parts, key, torch.uint8 if key == "rows" else None) for key in keys}
+        sources = [t for tensors in held.values() for t in tensors]
+        known: dict[tuple[int, int], Chosen] = self.__dict__.setdefault("_known", {})
+        at = id(parts[0].param) if parts else 0, len(parts)
+        if at not in known or not known[at].is_of(sources):
+            known[at] = Chosen.of(parts, sources, as_rows(held["rows"]), held.get("age"), held.get("rho"))
+        return known[at]
+
+    def _factors(self, parts: list[Part], chosen: Chosen, group: dict[str, Any]) -> Tensor | None:
+        """Of the updates, for each row of all parts: Adam's bias correction and rho; None: 1."""
+        if group["subspace"] != "adam":
+            return chosen.rho
         since = [(self.state[part.param]["step"] - 1) % group["gap"] + 1 for part in parts]
-        if group["carry"]:
-            ages = [age.double() for age in self._vectors(parts, "age")]
+        if len(set(since)) == 1:
+            steps = chosen.ages + since[0]
         else:
-            ages = [r.new_zeros(r.shape, dtype=torch.float64) for r in self.rows(parts)]
-        flat = torch.cat([(age + n).flatten() for age, n in zip(ages, since, strict=True)])
-        factors = (1 - group["betas"][1] ** flat).sqrt_() / (1 - group["betas"][0] ** flat)
-        split = factors.split([age.numel() for age in ages])
-        return [f.view(age.shape).to(p.param.dtype) for f, age, p in zip(split, ages, parts, strict=True)]
-
-
-def _sharded_by_expert(part: Part) -> bool:
-    return isinstance(part.param, DTensor) and part.way == "local"
-
-
-def _by_expert(part: Part, local: Tensor) -> Tensor:
-    """A vector of this rank's experts as part of that of all of them."""
-    if not _sharded_by_expert(part):
-        return local
-    assert isinstance(part.param, DTensor)
-    shape = torch.Size([*part.shape[:-2], *local.shape[len(part.shape) - 2 :]])
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        local, part.param.device_mesh, part.param.placements, run_check=False, shape=shape, stride=stride
-    )
-
-
-def projected_range(part: Part) -> tuple[int, int]:
-    """Size and offset of what this rank holds of the side that is selected from."""
-    side = part.shape[part.rank_dim]
-    if part.way != "projected" or not isinstance(part.param, DTensor):
-        return side, 0
-    mesh = part.param.device_mesh
-    size, offset = Shard.local_shard_size_and_offset(side, mesh.size(part.mesh_dim), mesh.get_local_rank(part.mesh_dim))
-    return int(size), int(offset)
-
-
-def _local_shape(part: Part) -> list[int]:
-    """Of what this rank holds of a part; of the whole where the gradient is gathered."""
-    if not isinstance(part.param, DTensor) or part.way == "gathered":
-        return list(part.shape)
-    shape = list(part.param.to_local().shape)
-    if part.cut:
-        shape[part.cut[0]] = part.cut[2]
-    return shape
-
-
-def _side_norms(parts: list[Part], grads: list[Tensor]) -> list[Tensor]:
-    """Norms ``[..., m]`` of the whole rows (or columns), of this rank's shards of the gradients; one all-reduce."""
-    squares = []
-    for part, g in zip(parts, grads, strict=True):
-        mine = g.to(torch.promote_types(g.dtype, torch.float32)).square().sum(part.kept)
-        size, offset = projected_range(part)
-        if size < part.shape[part.rank_dim]:
-            whole = mine.new_zeros((*mine.shape[:-1], part.shape[part.rank_dim]))
-            whole.narrow(-1, offset, size).copy_(mine)
-            mine = whole
-        squares.append(mine)
-    return [s.sqrt() for s in sum_over_ranks(parts, squares, ("kept", "projected"))]
-
-
-def _reduce(part: Part, g: Tensor, rows: Tensor) -> Tensor:
-    """This rank's shard of R, without rho."""
-    if isinstance(g, SlicedGradient):
-        return g.kept
-    if part.way == "gathered":
-        return local_of(share_out(take(g, rows, part.rank_dim), part, part.reduced_placements))
-    if part.way != "projected":
-        return take(g, rows, part.rank_dim)
-    assert isinstance(part.param, DTensor)
-    size, offset = projected_range(part)
-    shape = list(g.shape)
-    shape[part.rank_dim] = part.rank
-    mine = g.new_zeros(shape)
-    if size:
-        here = (rows >= offset) & (rows < offset + size)
-        mine = take(g, (rows - offset).clamp(0, size - 1), part.rank_dim) * here.unsqueeze(part.kept)
-    mesh = part.param.device_mesh
-    held = [Partial() if j == part.mesh_dim else Replicate() for j in range(mesh.ndim)]
-    whole = DTensor.from_local(mine, mesh, held, run_check=False)
-    return whole.redistribute(placements=part.reduced_placements).to_local()
-
-
-def _update(part: Part, reduced: Tensor, rows: Tensor) -> Tensor:
-    """The update of this rank's shard (of the whole where it is gathered): zero but for the selected rows."""
-    found = torch.zeros(_local_shape(part), dtype=reduced.dtype, device=reduced.device)
-    _add_rows(part, found, reduced, rows, 1.0)
-    return found
-
-
-def _add_rows(part: Part, target: Tensor, reduced: Tensor, rows: Tensor, factor: float) -> None:
-    """``target``, this rank's shard, plus ``factor`` times ``reduced`` in the selected rows."""
-    if part.way in ("projected", "gathered"):
-        reduced = part.whole_reduced(reduced)
-    size, offset = projected_range(part)
-    if size == 0:
-        return
-    here = rows - offset
-    if part.way == "projected":
-        inside = (here >= 0) & (here < size)
-        reduced = reduced * inside.unsqueeze(part.kept)
-        here = here.clamp(0, size - 1)
-    if target.ndim == 2:
-        target.index_add_(part.rank_dim, here, reduced, alpha=factor)
-    else:
-        target.scatter_add_(part.rank_dim, here.unsqueeze(part.kept).expand(reduced.shape), reduced * factor)
-
-
-def _beside(parts: Sequence[Part], vectors: Sequence[Tensor]) -> list[Tensor]:
-    """``[..., r]`` as factors of R."""
-    return [v.unsqueeze(part.kept) for part, v in zip(parts, vectors, strict=True)]
+            steps = torch.cat([age + n for age, n in zip(chosen.ages.split(chosen.sizes), since, strict=True)])
+        factors = (1 - group["betas"][1] ** steps).sqrt_() / (1 - group["betas"][0] ** steps)
+        return factors if chosen.rho is None else factors * chosen.rho
 
 
 @register("optimizer", "grass", paper="arXiv:2406.17660", seed_id="B025")

@@ -132,9 +132,9 @@ class Matrices:
         """``tensors``, laid out as the parameters, as stacks ``[n, rows here, columns here]`` in at least float32."""
         return self._slices.stacks(self._apart(tensors))
 
-    def join(self, stacks: Sequence[Tensor]) -> list[Tensor]:
-        """The inverse of :meth:`stacks`."""
-        parts = self._slices.join(stacks)
+    def join(self, stacks: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+        """The inverse of :meth:`stacks`, of the parameters' dtype or of ``dtype``."""
+        parts = self._slices.join(stacks, dtype)
         if not self._widths:
             return parts
         count = len(self._widths)

@@ -39,6 +39,7 @@ from torch.distributed.tensor import DTensor
 from trainwright.analysis.heavy_tail import alpha, gaussian_alpha
 from trainwright.core.params import NamedParam
 from trainwright.core.registry import register
+from trainwright.optim.adamh import AdamHConfig, Hyperball
 from trainwright.optim.base import UpdateRule
 from trainwright.optim.matrix import MATRICES
 from trainwright.optim.settings import Count
@@ -46,6 +47,7 @@ from trainwright.optim.whole import matrices
 from trainwright.optim.wrapper import WrappedRule, WrapperConfig
 
 log = logging.getLogger("trainwright")
+FIXED_LENGTH = "its steps have a fixed length, which a factor on the update does not change; use adamw or muon"
 RAISED = ("embedding", "head")  # roles
 UNTIL = 1000  # steps
 Map = Literal["linear", "sqrt", "log2", "sigmoid"]
@@ -102,7 +104,9 @@ def layer_alphas(
 def _mean_alpha(p: Tensor, splits: Sequence[int], shape_correction: bool) -> Tensor:
     parts = []
     for part in matrices(p, splits):
-        values = alpha(part).double().cpu()
+        finite = part.isfinite().flatten(-2).all(-1)
+        # LAPACK refuses what is not finite, and a run whose weights are not is to end as diverged, not here.
+        values = torch.where(finite, alpha(torch.where(finite[..., None, None], part, 0)), torch.nan).double().cpu()
         parts.append(values - gaussian_alpha(*part.shape[-2:]) if shape_correction else values)
     return torch.cat(parts).mean()
 
@@ -129,7 +133,7 @@ class LLR(WrappedRule):
     shape_correction  compare alpha with that of random matrices of the same shape
     splits            rows (negative: columns) of the matrices fused into a parameter, by parameter
     State per tuned parameter: the numbers ``llr_from`` and ``llr_to``; ``llr_step`` in the groups.
-    Raises ValueError for settings that make no sense.
+    Raises ValueError for settings that make no sense, for an LLR inside and for steps of fixed length (AdamH, MuonH).
     """
 
     kept = (
@@ -155,6 +159,13 @@ class LLR(WrappedRule):
         splits: dict[Tensor, Sequence[int]] | None = None,
     ):
         check_settings(s1, s2, every, ramp, map, shape_correction)
+        rule: Any = inner
+        while rule is not None:
+            if isinstance(rule, LLR):
+                raise ValueError("LLR in LLR: the outer one alone does it")
+            if isinstance(rule, Hyperball):
+                raise ValueError(f"LLR around {type(rule).__name__}: {FIXED_LENGTH}")
+            rule = rule.inner if isinstance(rule, WrappedRule) else None
         self.s1, self.s2, self.every, self.until, self.ramp, self.map = s1, s2, every, until, ramp, map
         self.hold_decay, self.shape_correction, self.splits = hold_decay, shape_correction, dict(splits or {})
         self.min_size, self.warned = min_size, False
@@ -198,8 +209,8 @@ class LLR(WrappedRule):
         if bad and not self.warned:
             self.warned = True
             log.warning(
-                "llr: %d of %d matrices have a spectrum without a tail (of low rank, zero or orthogonal), the first of "
-                "shape %s; their rate is s1 times lr",
+                "llr: %d of %d matrices have a spectrum without a tail (of low rank, zero, orthogonal or not finite), "
+                "the first of shape %s; their rate is s1 times lr",
                 len(bad),
                 len(alphas),
                 list(bad[0]),
@@ -229,11 +240,12 @@ class LLR(WrappedRule):
             return updates
         changed = [updates[i] for i in some]
         torch._foreach_mul_(changed, [factors[i] for i in some])
-        if group.get("weight_decay") and not self.hold_decay:
+        if self.hold_decay:
+            return updates
+        decayed = self.decayed([params[i] for i in some], group)
+        if decayed is not None:
             # The inner rule decays by lr wd: what is missing to lr s wd comes with the update.
-            missing = torch._foreach_mul(
-                [params[i] for i in some], [(factors[i] - 1) * group["weight_decay"] for i in some]
-            )
+            missing = torch._foreach_mul(decayed, [(factors[i] - 1) * group["weight_decay"] for i in some])
             torch._foreach_add_(changed, missing)
         return updates
 
@@ -269,6 +281,13 @@ class LLRConfig(WrapperConfig):
     @model_validator(mode="after")
     def _makes_sense(self) -> LLRConfig:
         check_settings(self.s1, self.s2, self.every, self.ramp, self.map, self.shape_correction)
+        inner: Any = self.inner
+        while inner is not None:
+            if isinstance(inner, LLRConfig):
+                raise ValueError("llr in llr: the outer one alone does it")
+            if isinstance(inner, AdamHConfig):
+                raise ValueError(f"llr around {inner.name}: {FIXED_LENGTH}")
+            inner = getattr(inner, "inner", None)
         return self
 
     def for_run(self, total_steps: int | None) -> LLRConfig:

@@ -36,7 +36,7 @@ from trainwright.optim.low_rank_parts import (
     sketched_directions,
     state_zeros,
 )
-from trainwright.optim.matrix import MatrixConfig, MatrixRule
+from trainwright.optim.matrix import MatrixRule, OneRateConfig
 from trainwright.optim.whole import like, owners
 
 Inner = Literal["adam", "adam_8bit", "lion", "sgd"]
@@ -63,11 +63,16 @@ class LowRankRule(MatrixRule):
                  its digits beyond the third. New projections are computed in float32 in any case
     more         further entries of the groups, for subclasses
     State: ``projection``, the moments of the rule in the subspace, ``step`` (int) and, where the place matters,
-    ``index`` (int); names end in _0, _1, ... for fused matrices. All in the dtype of the parameter.
+    ``index`` (int); names end in _0, _1, ... for fused matrices. Second moments in float32 at least, the others in the
+    dtype of the parameter.
     Raises ValueError for a rank above the shorter side of a matrix and for settings out of range.
     """
 
     shapes_state: ClassVar[tuple[str, ...]] = ("rank", "subspace", "splits")
+    wide_state: ClassVar[tuple[str, ...]] = ("exp_avg_sq", "exp_avg_scale")
+    # GaLore's is its package's to the last bit; a method that is not held to that, and does not look at R after the
+    # step, takes the fused one.
+    adam = staticmethod(low_rank_inner.adam)
 
     def __init__(
         self,
@@ -98,6 +103,15 @@ class LowRankRule(MatrixRule):
         super().check_group(group)
         for p in group["params"]:
             parts_of(p, group["rank"], group["splits"])
+
+    def known_parts(self, param: Tensor, group: dict[str, Any]) -> list[Part]:
+        """The parts of ``param``, made once."""
+        known: dict[Any, list[Part]] = self.__dict__.setdefault("_known_parts", {})
+        layout = param.placements if isinstance(param, DTensor) else None
+        key = id(param), param.shape, layout, group["rank"], tuple(group["splits"])
+        if key not in known:
+            known[key] = parts_of(param, group["rank"], group["splits"])
+        return known[key]
 
     # --- what methods change ---
 
@@ -147,7 +161,7 @@ class LowRankRule(MatrixRule):
 
         Returns the factors, as :meth:`factors` does.
         """
-        of_param = [parts_of(p, group["rank"], group["splits"]) for p in params]
+        of_param = [self.known_parts(p, group) for p in params]
         local: list[Tensor] = []
         for p, g, own in zip(params, grads, of_param, strict=True):
             local += [part.of(_gradient(p, g, own)) for part in own]
@@ -230,9 +244,12 @@ class LowRankRule(MatrixRule):
         placements: Sequence[Placement] | None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """This rank's shard of the state ``key``, whose whole has ``shape``; zeros at first. None: the part's dtype."""
+        """This rank's shard of the state ``key``, whose whole has ``shape``; zeros at first.
+
+        dtype  None: as :meth:`state_dtype` says
+        """
         state, name = self.state[part.param], key + part.key
-        wanted = dtype or part.param.dtype
+        wanted = dtype or self.state_dtype(part.param, key)
         if name in state:
             state[name] = place(state[name], part, placements, wanted)
         else:
@@ -259,7 +276,7 @@ class LowRankRule(MatrixRule):
         keys = ("exp_avg", "exp_avg_sq")
         if rule == "adam":
             first, second = (states(key, False, None) for key in keys)
-            return low_rank_inner.adam(grads, first, second, betas, eps)
+            return self.adam(grads, first, second, betas, eps)
         coded = [(states(key, False, torch.uint8), states(key + "_scale", True, torch.float32)) for key in keys]
         return low_rank_inner.adam_8bit(grads, coded[0], coded[1], rank_dims, betas, eps)
 
@@ -373,7 +390,7 @@ def _like_param(local: Tensor, part: Part, shape: torch.Size | None = None) -> T
     )
 
 
-class LowRankConfig(MatrixConfig):
+class LowRankConfig(OneRateConfig):
     """Base of configs of methods in a low-rank subspace."""
 
     lr: float = Field(1e-2, gt=0, description="Peak learning rate of the matrices; the schedule multiplies it.")

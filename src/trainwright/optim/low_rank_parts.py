@@ -13,6 +13,7 @@ What belongs to the subspace is sharded along the kept side in each case.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -52,34 +53,34 @@ class Part:
     way: Way
     mesh_dim: int = 0
 
-    @property
+    @functools.cached_property
     def kept(self) -> int:
         """Negative dimension that is not projected; the other one of R has the rank."""
         return -1 if self.left else -2
 
-    @property
+    @functools.cached_property
     def rank_dim(self) -> int:
         return -2 if self.left else -1
 
-    @property
+    @functools.cached_property
     def projection_shape(self) -> torch.Size:
         return torch.Size([*self.shape[:-2], self.shape[self.rank_dim], self.rank])
 
-    @property
+    @functools.cached_property
     def reduced_shape(self) -> torch.Size:
         """Of R."""
         shape = list(self.shape)
         shape[self.rank_dim] = self.rank
         return torch.Size(shape)
 
-    @property
+    @functools.cached_property
     def projection_placements(self) -> tuple[Placement, ...] | None:
         """None: P is a plain tensor, the same on every rank."""
         if not isinstance(self.param, DTensor) or self.way in ("kept", "gathered"):
             return None
         return self.param.placements if self.way == "local" else self._sharded(len(self.shape) - 2)
 
-    @property
+    @functools.cached_property
     def reduced_placements(self) -> tuple[Placement, ...] | None:
         if not isinstance(self.param, DTensor):
             return None

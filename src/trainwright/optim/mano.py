@@ -29,7 +29,7 @@ from torch import Tensor
 
 from trainwright.core.params import NamedParam
 from trainwright.core.registry import register
-from trainwright.optim.matrix import MatrixConfig, MatrixRule
+from trainwright.optim.matrix import MatrixRule, OneRateConfig
 from trainwright.optim.slices import Slices, local_norms, local_sums, rounds
 
 Stacks = list[Tensor]  # [n, rows, columns] each
@@ -152,7 +152,7 @@ class Mano(MatrixRule):
 
 
 @register("optimizer", "mano", paper="arXiv:2601.23000", seed_id="B081")
-class ManoConfig(MatrixConfig):
+class ManoConfig(OneRateConfig):
     """Momentum projected on the tangent space of the weights, then normalised by columns and rows in turn."""
 
     lr: PositiveFloat = Field(1e-3, description="Peak learning rate of the matrices; the update's RMS is 0.2 of it.")

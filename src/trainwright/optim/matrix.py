@@ -44,7 +44,8 @@ class MatrixConfig(OptimizerConfig):
     """Base of configs of matrix methods."""
 
     inner: Annotated[OptimizerConfig, Slot("optimizer", default="adamw")] = Field(
-        cast(OptimizerConfig, {"name": "adamw"}), description="Optimizer of embeddings, head, norms and biases."
+        cast(OptimizerConfig, {"name": "adamw"}),
+        description="Optimizer of embeddings, head, norms and biases, at a rate of its own.",
     )
 
     @model_validator(mode="after")
@@ -54,6 +55,22 @@ class MatrixConfig(OptimizerConfig):
                 f"inner has to step embeddings, norms and biases, which {self.inner.name} cannot; use adamw or sgd"
             )
         return self
+
+    @model_validator(mode="after")
+    def _inner_has_a_rate(self) -> MatrixConfig:
+        if (rate := self.inner_rate()) is not None:
+            try:
+                self.inner = self.inner.at_rate(rate)
+            except ConfigError as error:
+                raise error.under("inner") from None
+        return self
+
+    def inner_rate(self) -> float | None:
+        """Learning rate of an inner optimizer that was given none; None: its own default.
+
+        That is for methods whose rate is of another kind than AdamW's, such as the length of a step over the weights'.
+        """
+        return None
 
     @abstractmethod
     def build_matrices(self, params: Sequence[NamedParam], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -76,6 +93,22 @@ class MatrixConfig(OptimizerConfig):
         rest = [n for n in params if n.role not in MATRICES]
         matrices = self.build_matrices(members, matrix_groups(members))
         return CompositeOptimizer([matrices, inner(rest)]) if rest else matrices
+
+
+class OneRateConfig(MatrixConfig):
+    """Base of configs of matrix methods with one rate for all parameters.
+
+    Their papers' runs have one, since the update is of the size of AdamW's or scaled beside the rate: so a sweep of it
+    moves all parameters, as a sweep of AdamW's does.
+    """
+
+    inner: Annotated[OptimizerConfig, Slot("optimizer", default="adamw")] = Field(
+        cast(OptimizerConfig, {"name": "adamw"}),
+        description="Optimizer of embeddings, head, norms and biases; without an lr it has this one.",
+    )
+
+    def inner_rate(self) -> float | None:
+        return self.lr
 
 
 def matrix_groups(params: Sequence[NamedParam]) -> list[dict[str, Any]]:

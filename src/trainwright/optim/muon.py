@@ -23,7 +23,7 @@ from torch import Tensor
 from trainwright.core.hardware import cpu_features
 from trainwright.core.params import NamedParam
 from trainwright.core.registry import register
-from trainwright.optim.matrix import MatrixConfig, MatrixRule
+from trainwright.optim.matrix import MatrixRule, OneRateConfig
 from trainwright.optim.whole import map_whole
 
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic; steep at 0, within [0.7, 1.2] at the end
@@ -132,7 +132,7 @@ class Muon(MatrixRule):
 
 
 @register("optimizer", "muon", paper="arXiv:2502.16982", seed_id="B033")
-class MuonConfig(MatrixConfig):
+class MuonConfig(OneRateConfig):
     """Orthogonalised momentum for hidden matrices, another optimizer for the rest (Moonlight's scaling)."""
 
     lr: float = Field(2e-2, gt=0, description="Peak learning rate of the matrices; the schedule multiplies it.")
@@ -140,7 +140,9 @@ class MuonConfig(MatrixConfig):
     nesterov: bool = Field(True, description="Nesterov's look-ahead.")
     ns_steps: PositiveInt = Field(5, le=20, description="Rounds of the Newton-Schulz iteration.")
     adjust: Literal["match_rms_adamw", "original"] = Field(
-        "match_rms_adamw", description="Scale of the update: 0.2 sqrt(max side), as Moonlight, or sqrt(max(1, out/in))."
+        "match_rms_adamw",
+        description="Scale of the update: 0.2 sqrt(max side), as Moonlight, or sqrt(max(1, out/in)), whose rate is not "
+        "AdamW's: then inner has one of its own.",
     )
 
     @model_validator(mode="after")
@@ -148,6 +150,9 @@ class MuonConfig(MatrixConfig):
         if self.nesterov and self.momentum == 0:
             raise ValueError("nesterov needs momentum > 0")
         return self
+
+    def inner_rate(self) -> float | None:
+        return self.lr if self.adjust == "match_rms_adamw" else None
 
     def build_matrices(self, params: Sequence[NamedParam], groups: list[dict[str, Any]]) -> Muon:
         return Muon(

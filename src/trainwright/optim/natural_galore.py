@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor, Shard
 from trainwright.core.errors import ConfigError
 from trainwright.core.params import NamedParam
 from trainwright.core.registry import register
+from trainwright.optim import low_rank_inner
 from trainwright.optim.low_rank import Inner, LowRankRule, Products, Projection, RefreshedConfig
 from trainwright.optim.low_rank_parts import Part, Way, parts_of, sum_over_ranks
 from trainwright.optim.settings import Positive
@@ -72,6 +73,8 @@ class NaturalGaLore(LowRankRule):
     """
 
     shapes_state = (*LowRankRule.shapes_state, "history")
+    adam = staticmethod(low_rank_inner.fused_adam)
+    wide_state = (*LowRankRule.wide_state, "history", "gram")
 
     def __init__(
         self,

@@ -56,6 +56,10 @@ def projection_gradient(p: Tensor, gr: Tensor, rr: Tensor, pp: Tensor, squared_n
     return p @ (2 * scale * rr + 4 * kappa * (pp - identity)) + gr @ (scale * (2 * pp - 4 * identity))
 
 
+def _squared_norm(g: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(g, dim=(-2, -1), keepdim=True).square_()  # makes no tensor of the size of g
+
+
 def seen(squared_norm: Tensor) -> Tensor:
     """Whether there is a gradient: its squared norm is neither 0 nor so small that the inverse overflows."""
     return squared_norm > torch.finfo(squared_norm.dtype).tiny
@@ -72,6 +76,7 @@ class OnlineSubspaceDescent(LowRankRule):
     """
 
     shapes_state = (*LowRankRule.shapes_state, "projection_rule")
+    wide_state = (*LowRankRule.wide_state, "projection_exp_avg_sq", "projection_exp_avg_scale")
 
     def __init__(
         self,
@@ -131,7 +136,7 @@ class OnlineSubspaceDescent(LowRankRule):
         gr = sum_over_ranks(parts, [product(g, r.mT, dtype) for g, r in zip(gs, rs, strict=True)], ("kept",))
         rr = sum_over_ranks(parts, [r @ r.mT for r in rs], ("kept",))
         pp = sum_over_ranks(parts, [p.mT @ p for p in projections], ("projected",))
-        norms = sum_over_ranks(parts, [g.square().sum((-2, -1), keepdim=True) for g in gs], ("kept", "projected"))
+        norms = sum_over_ranks(parts, [_squared_norm(g) for g in gs], ("kept", "projected"))
         slopes = [
             projection_gradient(*terms, group["kappa"]) for terms in zip(projections, gr, rr, pp, norms, strict=True)
         ]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator
@@ -37,7 +37,8 @@ class ScheduleFreeAdamW(CheckedOptimizer):
 
     betas  interpolation between z and x, in (0, 1), and decay of the second moment, in [0, 1)
     r      power of t in the weights of the average
-    State per parameter: ``z``, ``exp_avg_sq`` (its shape); ``step``, ``weight_sum`` and ``lr_max`` in the groups.
+    State per parameter: ``z``, ``exp_avg_sq`` (its shape; the second in float32 at least); ``step``, ``weight_sum`` and
+    ``lr_max`` in the groups.
     Raises ValueError for betas out of range.
     """
 
@@ -88,17 +89,19 @@ class ScheduleFreeAdamW(CheckedOptimizer):
             state = self.state[p]
             if "z" not in state:
                 state["z"] = p.detach().clone(memory_format=torch.preserve_format)
-                state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                dtype = self.state_dtype(p, "exp_avg_sq")
+                state["exp_avg_sq"] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = state["exp_avg_sq"].to(self.state_dtype(p, "exp_avg_sq"))  # of an older checkpoint
         # Everything is per entry: each rank works on what it holds.
         y = [local_tensor(p) for p in params]
         z, v = ([local_tensor(self.state[p][key]) for p in params] for key in ("z", "exp_avg_sq"))
-        grads = [local_tensor(p.grad) for p in params if p.grad is not None]
+        grads = [local_tensor(cast(Tensor, p.grad)).to(second.dtype) for p, second in zip(params, v, strict=True)]
         torch._foreach_mul_(v, b2)
         torch._foreach_addcmul_(v, grads, grads, value=1 - b2)
         roots = torch._foreach_div(v, 1 - b2 ** group["step"])
         torch._foreach_sqrt_(roots)
         torch._foreach_add_(roots, group["eps"])
-        directions = torch._foreach_div(grads, roots)
+        directions = [d.to(p.dtype) for d, p in zip(torch._foreach_div(grads, roots), params, strict=True)]
         if group["weight_decay"]:
             torch._foreach_add_(directions, y, alpha=group["weight_decay"])
         torch._foreach_lerp_(y, z, c)

@@ -1,4 +1,4 @@
-"""Settings of optimizer classes: which values they may have, and which of them a stored state was made for.
+"""Settings of optimizer classes: which values they may have, which of them a stored state was made for; its precision.
 
 The annotations of a class's constructor say what may be given. A ``Literal`` admits its values and nothing else, and a
 number the range that stands beside it in an ``Annotated``, or that its name has in ``RANGES``, or from 0 up. Parameter
@@ -71,6 +71,11 @@ def _is_checked(hint: Any) -> bool:
     return hint in (float, int, NoneType)
 
 
+def is_number(hint: Any) -> bool:
+    """Whether a setting with this hint takes numbers (or None, or words) and nothing else, such as True."""
+    return _is_checked(hint) and _has_number(hint)
+
+
 def _has_number(hint: Any) -> bool:
     return hint in (float, int) or (
         typing.get_origin(hint) is not Literal and any(_has_number(h) for h in typing.get_args(hint))
@@ -93,6 +98,8 @@ def check(cls: type, settings: dict[str, Any]) -> None:
         if name not in settings or isinstance(settings[name], Tensor):  # a rate may be a tensor, for capture
             continue
         value = settings[name]
+        if isinstance(value, bool):  # pydantic takes True to be 1
+            raise ValueError(f"{name}={value!r} should be a number")
         try:
             adapter.validate_python(value)
         except ValidationError as error:
@@ -105,10 +112,24 @@ class CheckedOptimizer(torch.optim.Optimizer):
 
     allowed       annotations of entries of the groups that the constructor does not have, or has more narrowly
     shapes_state  settings that the state is made for: it means nothing with others
+    wide_state    what the names of state begin with that is held in float32 at least, see :meth:`state_dtype`
     """
 
     allowed: ClassVar[dict[str, Any]] = {}
     shapes_state: ClassVar[tuple[str, ...]] = ()
+    wide_state: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
+
+    def is_wide(self, key: str) -> bool:
+        """Whether the state ``key`` is held in float32 at least."""
+        return key.startswith(self.wide_state)
+
+    def state_dtype(self, param: Tensor, key: str) -> torch.dtype:
+        """What the state ``key`` of ``param`` is held in: the parameter's dtype, but float32 where 16 bits stand still.
+
+        A second moment may change by a thousandth of itself in a step, and bfloat16 has 1/256 between two numbers:
+        v b2 would be rounded back to v, and v could only grow.
+        """
+        return torch.promote_types(param.dtype, torch.float32) if self.is_wide(key) else param.dtype
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, which the constructor calls too. ValueError leaves the optimizer as it was."""
@@ -133,6 +154,20 @@ class CheckedOptimizer(torch.optim.Optimizer):
             (self, live, stored) for live, stored in zip(self.param_groups, state_dict["param_groups"], strict=False)
         )
         super().load_state_dict(state_dict)
+        keep_wide([self], state_dict)
+
+
+def keep_wide(parts: Sequence[torch.optim.Optimizer], state_dict: dict[str, Any]) -> None:
+    """Give ``parts``, which torch has loaded ``state_dict`` into, back what it rounded to the parameters' dtype."""
+    owners = [(part, p) for part in parts for group in part.param_groups for p in group["params"]]
+    stored = [state_dict["state"].get(i, {}) for group in state_dict["param_groups"] for i in group["params"]]
+    for (part, p), entries in zip(owners, stored, strict=True):
+        if not isinstance(part, CheckedOptimizer) or not p.is_floating_point():
+            continue
+        for key, value in entries.items():
+            wide = isinstance(value, Tensor) and value.is_floating_point() and value.element_size() > p.element_size()
+            if wide and part.is_wide(key):
+                part.state[p][key] = value.to(p.device)
 
 
 def state_settings(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:

@@ -142,8 +142,8 @@ class Slices:
         left = iter(columns)
         return [torch.stack([next(left) for _ in pieces], dim=1) for pieces in self._pieces]
 
-    def join(self, stacks: Sequence[Tensor]) -> list[Tensor]:
-        """The inverse of :meth:`stacks`: tensors laid out and of the dtype as the parameters."""
+    def join(self, stacks: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+        """The inverse of :meth:`stacks`: tensors laid out as the parameters, of their dtype or of ``dtype``."""
         pieces: list[Tensor] = [torch.empty(0)] * self._count
         for members, stack in zip(self._members, stacks, strict=True):
             for k, t in zip(members, stack.split([self._sizes[k] for k in members]), strict=True):
@@ -155,11 +155,11 @@ class Slices:
             k += count
             whole = mine[0] if count == 1 else torch.cat(mine, dim=self._pieces[i][0].dim)
             if not isinstance(p, DTensor):
-                found.append(whole.reshape(p.shape).to(p.dtype))
+                found.append(whole.reshape(p.shape).to(dtype or p.dtype))
             elif self._cut[i] == "gathered":
-                found.append(like(whole.reshape(p.shape).to(p.dtype), p))
+                found.append(like(whole.reshape(p.shape).to(dtype or p.dtype), p))
             else:
-                local = whole.reshape(p.to_local().shape).to(p.dtype)
+                local = whole.reshape(p.to_local().shape).to(dtype or p.dtype)
                 found.append(
                     DTensor.from_local(
                         local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from trainwright.core.params import NamedParam
 from trainwright.core.registry import register
-from trainwright.optim.matrix import MatrixConfig, MatrixRule
+from trainwright.optim.matrix import MatrixRule, OneRateConfig
 from trainwright.optim.settings import Count, Decay
 from trainwright.optim.whole import batches, gather, like, matrices, split_dim
 
@@ -76,6 +76,7 @@ class SOAP(MatrixRule):
     """
 
     shapes_state = ("max_side", "splits")
+    wide_state = (*MatrixRule.wide_state, "left", "right")
 
     def __init__(
         self,
@@ -195,7 +196,7 @@ class SOAP(MatrixRule):
 
 
 @register("optimizer", "soap", paper="arXiv:2409.11321")
-class SOAPConfig(MatrixConfig):
+class SOAPConfig(OneRateConfig):
     """Adam in the eigenbases of Shampoo's preconditioners for hidden matrices (SOAP)."""
 
     lr: PositiveFloat = Field(3e-3, description="Peak learning rate of the matrices; the schedule multiplies it.")

@@ -35,11 +35,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor import zeros as distributed_zeros
 
 from trainwright.core.distributed import local_tensor
+from trainwright.core.errors import ConfigError
 from trainwright.core.params import NamedParam
 from trainwright.core.registry import register
 from trainwright.core.seeds import derive
 from trainwright.optim.adamw import decay_groups
-from trainwright.optim.base import ROUNDINGS, OptimizerConfig, UpdateRule
+from trainwright.optim.base import OptimizerConfig, UpdateRule
 from trainwright.optim.matrix import MATRICES
 from trainwright.optim.settings import Share
 from trainwright.optim.whole import like
@@ -65,13 +66,17 @@ def clip_spikes(grads: list[Tensor], second: list[Tensor], threshold: float) -> 
 def spam_update(
     grads: list[Tensor], first: list[Tensor], second: list[Tensor], betas: tuple[float, float], eps: float
 ) -> list[Tensor]:
-    """``m / (sqrt(v) + eps)`` as new tensors; moves both moments in place."""
-    torch._foreach_lerp_(first, grads, 1 - betas[0])
+    """``m / (sqrt(v) + eps)`` as new tensors of the dtype of v and of ``grads``; moves both moments in place."""
+    moments = [m.to(v.dtype) for m, v in zip(first, second, strict=True)]  # themselves, but of 16-bit weights
+    torch._foreach_lerp_(moments, grads, 1 - betas[0])
     torch._foreach_mul_(second, betas[1])
     torch._foreach_addcmul_(second, grads, grads, value=1 - betas[1])
+    for m, moved in zip(first, moments, strict=True):
+        if moved is not m:
+            m.copy_(moved)
     roots = torch._foreach_sqrt(second)
     torch._foreach_add_(roots, eps)
-    return list(torch._foreach_div(first, roots))
+    return list(torch._foreach_div(moments, roots))
 
 
 def restart_factor(steps: int, warmup: int) -> float:
@@ -89,9 +94,10 @@ class SPAM(UpdateRule):
     density       share of entries that have momentum and are stepped, in (0, 1]; below 1 for matrices [..., out, in]
     reset_bias    count the bias correction from the last reset
     seed          of the masks
-    State per parameter: ``exp_avg``, ``exp_avg_sq`` of its shape; with density < 1 of shape [..., out, k], and
-    ``mask``, a bool of its shape. ``step`` is kept in the groups, which may differ in all of these settings.
-    Raises ValueError for settings that make no sense, and for density < 1 on vectors.
+    State per parameter: ``exp_avg``, ``exp_avg_sq`` (float32 at least) of its shape; with density < 1 of shape
+    [..., out, k], and ``mask``, a bool of its shape. ``step`` is kept in the groups, which may differ in all of these
+    settings.
+    Raises ValueError for settings that make no sense, and for density < 1 on vectors or matrices sharded by columns.
     """
 
     group_state = ("step",)
@@ -125,6 +131,12 @@ class SPAM(UpdateRule):
         vectors = [tuple(p.shape) for p in group["params"] if p.ndim < 2]
         if group["density"] < 1 and vectors:
             raise ValueError(f"density={group['density']} is for matrices, got a parameter of shape {vectors[0]}")
+        cut = [tuple(p.shape) for p in group["params"] if _by_columns(p)]
+        if group["density"] < 1 and cut:
+            raise ValueError(
+                f"density={group['density']} is for matrices sharded by rows; one of shape {cut[0]} is sharded by "
+                "columns; set density=1"
+            )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -157,10 +169,12 @@ class SPAM(UpdateRule):
             first, second = self._compact(params, group)
             where = [self._columns(p) for p in params]
             grads = [local_tensor(g).gather(-1, i) for g, i in zip(grads, where, strict=True)]
+        grads = [g.to(v.dtype) for g, v in zip(grads, second, strict=True)]
         if clips:
             grads = clip_spikes(grads, second, group["threshold"])
         updates = spam_update(grads, first, second, group["betas"], group["eps"])
         torch._foreach_mul_(updates, scale)
+        updates = [u.to(p.dtype) for u, p in zip(updates, params, strict=True)]
         if group["density"] == 1:
             return updates
         spread = [torch.zeros_like(p, memory_format=torch.preserve_format) for p in params]
@@ -168,21 +182,16 @@ class SPAM(UpdateRule):
             local_tensor(full).scatter_(-1, i, u)
         return spread
 
-    def apply(self, params: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> None:
+    def move(self, values: list[Tensor], updates: list[Tensor], params: list[Tensor], group: dict[str, Any]) -> None:
         decay = group["weight_decay"]
-        if group.get("stochastic_rounding"):
-            # Rounded once, in the base class: (w - lr u) (1 - lr wd) as one step of u + wd (w - lr u).
-            wide, updates = [p.float() for p in params], [u.float() for u in updates]
-            torch._foreach_add_(wide, updates, alpha=-group["lr"])
-            torch._foreach_add_(updates, self._stepped(params, wide, group), alpha=decay)
-            super().apply(params, updates, {**group, "weight_decay": 0.0})
-            group[ROUNDINGS] += 1  # counted in the copy
-            return
-        torch._foreach_add_(params, updates, alpha=-group["lr"])
+        torch._foreach_add_(values, updates, alpha=-group["lr"])
         if decay and group["density"] == 1:
-            torch._foreach_mul_(params, 1 - group["lr"] * decay)
+            torch._foreach_mul_(values, 1 - group["lr"] * decay)
         elif decay:
-            torch._foreach_add_(params, self._stepped(params, params, group), alpha=-group["lr"] * decay)
+            torch._foreach_add_(values, self._stepped(params, values, group), alpha=-group["lr"] * decay)
+
+    def decayed(self, params: list[Tensor], group: dict[str, Any]) -> list[Tensor] | None:
+        return self._stepped(params, params, group) if group["weight_decay"] else None
 
     def _stepped(self, params: list[Tensor], values: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
         """``values``, one for each of ``params``, with 0 where an entry is not stepped."""
@@ -198,16 +207,16 @@ class SPAM(UpdateRule):
                 state["mask"] = torch.zeros_like(p, dtype=torch.bool)
                 self._draw(p, group)
                 for key in ("exp_avg", "exp_avg_sq"):
-                    state[key] = _zeros(p, [*p.shape[:-1], kept(p.shape[-1], group["density"])])
+                    shape = [*p.shape[:-1], kept(p.shape[-1], group["density"])]
+                    state[key] = _zeros(p, shape, self.state_dtype(p, key))
             for key in ("exp_avg", "exp_avg_sq"):
+                state[key] = state[key].to(self.state_dtype(p, key))  # of an older checkpoint
                 if isinstance(p, DTensor) and not isinstance(state[key], DTensor):  # from a run of one process
                     state[key] = like(state[key], p)
         return tuple([local_tensor(self.state[p][key]) for p in params] for key in ("exp_avg", "exp_avg_sq"))  # type: ignore[return-value]
 
     def _draw(self, p: Tensor, group: dict[str, Any]) -> None:
         """A new mask, the same for a matrix that is sharded as for the whole one."""
-        if isinstance(p, DTensor) and any(isinstance(s, Shard) and s.dim % p.ndim == p.ndim - 1 for s in p.placements):
-            raise ValueError("density < 1 is for matrices sharded by rows; this one is sharded by columns")
         device = local_tensor(p).device
         index = next(i for i, q in enumerate(q for g in self.param_groups for q in g["params"]) if q is p)
         period = group["step"] // group["reset_every"] if group["reset_every"] else 0
@@ -228,10 +237,15 @@ def kept(columns: int, density: float) -> int:
     return min(columns, max(1, round(density * columns)))
 
 
-def _zeros(p: Tensor, shape: list[int]) -> Tensor:
+def _zeros(p: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
     if isinstance(p, DTensor):
-        return distributed_zeros(*shape, dtype=p.dtype, device_mesh=p.device_mesh, placements=p.placements)
-    return torch.zeros(shape, dtype=p.dtype, device=p.device)
+        return distributed_zeros(*shape, dtype=dtype, device_mesh=p.device_mesh, placements=p.placements)
+    return torch.zeros(shape, dtype=dtype, device=p.device)
+
+
+def _by_columns(p: Tensor) -> bool:
+    """Whether ranks hold parts of the rows of ``p``."""
+    return isinstance(p, DTensor) and any(isinstance(s, Shard) and s.dim % p.ndim == p.ndim - 1 for s in p.placements)
 
 
 def check_settings(group: dict[str, Any]) -> None:
@@ -302,6 +316,14 @@ class SPAMConfig(OptimizerConfig):
 
     def build(self, params: Sequence[NamedParam]) -> SPAM:
         hidden = {id(n.param) for n in params if n.role in MATRICES} if self.density < 1 else set()
+        cut = next((n for n in params if id(n.param) in hidden and _by_columns(n.param)), None)
+        if cut is not None:
+            raise ConfigError(
+                f"is for matrices sharded by rows, and {cut.name} is sharded by columns (as tensor parallelism shards "
+                "the second matrix of a pair); set density=1, or shard by rows alone, as fsdp does",
+                key="density",
+                value=self.density,
+            )
         groups: list[dict[str, Any]] = []
         for density, members in (
             (self.density, [n for n in params if id(n.param) in hidden]),

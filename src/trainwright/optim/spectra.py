@@ -29,8 +29,8 @@ Where we differ from the authors' code:
 - Warm-up ends when the rate reaches its peak or stops rising; there its number of steps is set a second time.
 - The last product, with X, is in the update's dtype, so that a c that clips nothing changes nothing, in bfloat16 too.
 
-The optional pre-clip is the same map of each gradient. It acts where the gradients reach the optimizer, after the
-recipe's ``clip``, and not before as there: set ``clip: {name: none}`` for it.
+The optional pre-clip is the same map of each raw gradient, as there; a ``clip`` of the recipe would come before it
+(there the norm is clipped afterwards), so that the two are refused together.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class Spectra(WrappedRule):
             dtype = self.dtype or (stack.dtype if stack.dtype == torch.float64 else muon.iteration_dtype(stack.device))
             clipped, shrunk = _soft_clip(stack, c, self.ns_steps, dtype)
             if not self.warned:
-                self.longest.put(shrunk.amax())
+                self.longest.put(torch.where(shrunk.isfinite(), shrunk, 0).amax())  # one NaN would hide the others
             return clipped.contiguous() if adjust == "none" else clipped * update_scale(stack.shape, adjust)
 
         for splits, members in matrices.items():
@@ -240,6 +240,12 @@ class Spectra(WrappedRule):
             self.ns_steps,
             math.ceil(math.log(length / 0.27, 2.4)),
         )
+
+
+RAW = (
+    "pre_clip is of raw gradients, and a spike that first scales the whole gradient down hides in it; write "
+    "`clip: none`, or leave pre_clip out"
+)
 
 
 @register("optimizer", "spectra", paper="arXiv:2603.14315", seed_id="B013")
@@ -264,11 +270,14 @@ class SpectraConfig(WrapperConfig):
         if self.c is None and self.pre_clip is None:
             raise ValueError("neither c nor pre_clip is given: nothing would be clipped; use the inner optimizer alone")
         inner: Any = self.inner
-        while isinstance(inner, WrapperConfig):
+        while inner is not None:
             if isinstance(inner, SpectraConfig):
                 raise ValueError("spectra in spectra: the outer one alone does it")
-            inner = inner.inner
+            inner = getattr(inner, "inner", None)
         return self
+
+    def excludes(self) -> dict[str, str]:
+        return super().excludes() | ({"clip.global_norm": RAW, "clip.zclip": RAW} if self.pre_clip is not None else {})
 
     def build(self, params: Sequence[NamedParam]) -> torch.optim.Optimizer:
         if self.c is not None and self.pre_clip is not None:

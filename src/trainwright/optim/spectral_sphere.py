@@ -286,13 +286,21 @@ class SpectralSphere(MatrixRule):
         return matrices.join([u @ v for u, v in zip(left, right, strict=True)]) if group["solve"] else []
 
     def apply(self, params: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> None:
-        if group["lr"] == 0:
-            return
+        if group["lr"]:
+            super().apply(params, updates, group)
+
+    def move(self, values: list[Tensor], updates: list[Tensor], params: list[Tensor], group: dict[str, Any]) -> None:
+        of_param = {id(p): v for p, v in zip(params, values, strict=True)}
         for matrices, factors in self._factors:
-            scaled = matrices.join([x * f for x, f in zip(matrices.stacks(matrices.params), factors, strict=True)])
-            torch._foreach_copy_([local_tensor(p) for p in matrices.params], [local_tensor(x) for x in scaled])
+            targets = [of_param[id(p)] for p in matrices.params]
+            stacks = [x * f for x, f in zip(matrices.stacks(targets), factors, strict=True)]
+            scaled = matrices.join(stacks, targets[0].dtype)
+            torch._foreach_copy_([local_tensor(t) for t in targets], [local_tensor(x) for x in scaled])
         self._factors = []
-        super().apply(params, updates, group)
+        super().move(values, updates, params, group)
+
+    def decayed(self, params: list[Tensor], group: dict[str, Any]) -> list[Tensor] | None:
+        return None if group["retract"] == "hard" else super().decayed(params, group)  # which undoes it
 
 
 def target_radius(shape: Sequence[int], radius: float = 1.0) -> float:

@@ -38,7 +38,7 @@ from torch import Tensor
 from trainwright.core.params import NamedParam
 from trainwright.core.registry import register
 from trainwright.optim import muon
-from trainwright.optim.matrix import MatrixConfig, MatrixRule
+from trainwright.optim.matrix import MatrixRule, OneRateConfig
 from trainwright.optim.settings import Count
 from trainwright.optim.spectral_sphere import msign
 from trainwright.optim.whole import map_whole
@@ -162,7 +162,7 @@ class Swan(MatrixRule):
 
 
 @register("optimizer", "swan", paper="arXiv:2412.13148", seed_id="B101")
-class SwanConfig(MatrixConfig):
+class SwanConfig(OneRateConfig):
     """Stateless: gradients of hidden matrices with standardised rows, whitened; another optimizer for the rest."""
 
     lr: PositiveFloat = Field(1e-3, description="Peak learning rate of the matrices: Adam's, as for SWAN-0.")

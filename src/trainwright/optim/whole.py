@@ -113,6 +113,13 @@ def batches(tensors: Sequence[Tensor]) -> list[list[int]]:
     return found + list(open_.values())
 
 
+def beside(rows: Tensor, t: Tensor) -> Tensor:
+    """Numbers of the rows of ``t`` as factors on it. Of one column, which may be sharded, they take on its layout."""
+    if isinstance(rows, DTensor) and isinstance(t, DTensor) and rows.shape == t.shape:
+        return rows.redistribute(placements=t.placements)
+    return rows
+
+
 def gather(t: Tensor) -> Tensor:
     """The whole tensor, on every rank."""
     return t.full_tensor() if isinstance(t, DTensor) else t

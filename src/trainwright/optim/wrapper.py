@@ -2,14 +2,15 @@
 
 The convention of all wrappers: ``lr`` and ``weight_decay`` are the inner method's. Given on the wrapper (which is where
 a sweep of ``optimizer.lr`` puts them) they replace the inner one's; left out, the inner one's count. An inner method
-with an ``inner`` of its own (Muon's AdamW for embeddings) keeps that one as it is.
+with an ``inner`` of its own (Muon's AdamW for embeddings) does with that one as it does alone: a rate that was given to
+it stays, and else it is the one of the method, where matrix.py says so.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Self, cast
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from trainwright.core.errors import CheckpointError, ConfigError
 from trainwright.core.params import NamedParam
-from trainwright.core.registry import Slot, build
+from trainwright.core.registry import Slot
 from trainwright.optim.base import OptimizerConfig, UpdateRule, reported
 from trainwright.optim.composite import CompositeOptimizer
 from trainwright.optim.settings import check
@@ -54,6 +55,12 @@ class WrappedRule(UpdateRule):
 
     def apply(self, params: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> None:
         self.inner.apply(params, updates, group)
+
+    def decayed(self, params: list[Tensor], group: dict[str, Any]) -> list[Tensor] | None:
+        return self.inner.decayed(params, group)
+
+    def is_wide(self, key: str) -> bool:
+        return self.inner.is_wide(key)
 
     def _share(self) -> None:
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
@@ -133,10 +140,13 @@ class WrapperConfig(OptimizerConfig):
         """Instead of the base's check, which the inner config makes of the values that it is given here."""
         given = {k: v for k in ("lr", "weight_decay") if (v := getattr(self, k)) is not None}
         if any(getattr(self.inner, k) != v for k, v in given.items()):
-            self.inner = cast(OptimizerConfig, build("optimizer", {**self.inner.model_dump(), **given}))
+            self.inner = self.inner.changed(**given)
         # Set up by the outermost optimizer, wherever in the nest it is asked for.
         self.stochastic_rounding = self.stochastic_rounding or self.inner.stochastic_rounding
         return self
+
+    def at_rate(self, lr: float) -> Self:
+        return self if self.lr is not None else self.changed(inner=self.inner.at_rate(lr))
 
     @abstractmethod
     def wrapped(self, rule: UpdateRule, params: Sequence[NamedParam]) -> UpdateRule:

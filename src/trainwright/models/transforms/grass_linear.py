@@ -9,8 +9,13 @@ Grass: Compute Efficient Low-Memory LLM Training with Structured Sparse Gradient
 
 The paper has rows alone. Grass here selects along the shorter side of each matrix, hence the columns.
 Of the gradient there is but a part, so that whatever needs the whole is refused: clipping by its norm or by spikes of
-that, methods that compare updates with gradients, ranks that add their gradients up. What is measured, and logged as
+that, methods that compare updates with gradients. What is measured, and logged as
 ``grad_norm``, is the norm of what was computed: it is larger at the steps of a new selection.
+
+Data-parallel ranks (replicas, and shards of FSDP2) add up the slices alone: r / m of the numbers of the dense
+reduction, once a step however many micro-batches it has. At a selection the whole gradient is reduced as ever, and all
+ranks choose from the norms of its rows. FSDP2's machinery does the rest, for replicas too: DDP would wait for every
+gradient.
 """
 
 from __future__ import annotations
@@ -22,11 +27,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from trainwright.core.distributed import world_size
 from trainwright.core.errors import ConfigError
 from trainwright.core.registry import MethodConfig, register
-from trainwright.core.sliced_gradient import SlicedGradient, offer, wanted
+from trainwright.core.sliced_gradient import SlicedGradient, accumulate, offer, wanted
 from trainwright.models.base import LanguageModel
 
 log = logging.getLogger("trainwright")
@@ -37,11 +42,18 @@ class _SlicedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, indexes: Tensor, dim: int, dtype: torch.dtype
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        indexes: Tensor,
+        dim: int,
+        dtype: torch.dtype,
+        sharded: tuple[Tensor, ...],
     ) -> Tensor:
         cast = x.to(dtype)
         ctx.save_for_backward(cast, weight, bias, indexes)
-        ctx.dim = dim
+        ctx.dim, ctx.sharded = dim, sharded
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(cast, weight.to(dtype), None if bias is None else bias.to(dtype))
 
@@ -58,33 +70,42 @@ class _SlicedLinear(torch.autograd.Function):
             else:
                 x = x.index_select(-1, indexes)
             values = grad.flatten(0, -2).mT @ x.flatten(0, -2)  # [r, in] or [out, r]
-            to_weight = SlicedGradient(values.to(weight.dtype), indexes, ctx.dim, weight.shape)
-        return to_x, to_weight, to_bias, None, None, None
+            if ctx.sharded:
+                accumulate(ctx.sharded[0], values, indexes, ctx.dim)
+            else:
+                to_weight = SlicedGradient(values.to(weight.dtype), indexes, ctx.dim, weight.shape)
+        return to_x, to_weight, to_bias, None, None, None, None
 
 
 class GrassLinear(nn.Linear):
     """``linear`` with a backward pass that computes what the optimizer asks for; a drop-in that keeps its parameters.
 
     Until an optimizer asks for less the whole gradient is computed. ``weight.grad`` is a SlicedGradient then.
+    Where FSDP2 shards the weight, the optimizer has a DTensor that the layer computes a gathered copy of: see
+    :func:`follow_sharding`.
     """
+
+    sharded: tuple[Tensor, ...]  # the DTensor, in a tuple, since a module would take it for another parameter
 
     def __init__(self, linear: nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self.train(linear.training)
+        self.sharded = ()
         offer(self.weight)
 
     # A graph of the compiler would have the selection of the step in which it was traced.
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
-        slice_ = wanted(self.weight) if torch.is_grad_enabled() and self.weight.requires_grad else None
+        asked = self.sharded[0] if self.sharded else self.weight
+        slice_ = wanted(asked) if torch.is_grad_enabled() and self.weight.requires_grad else None
         if slice_ is None:
             return F.linear(x, self.weight, self.bias)
         dim, indexes = slice_
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.weight.dtype
-        y: Tensor = _SlicedLinear.apply(x, self.weight, self.bias, indexes, dim, dtype)
+        y: Tensor = _SlicedLinear.apply(x, self.weight, self.bias, indexes, dim, dtype, self.sharded)
         return y
 
 
@@ -108,6 +129,21 @@ def slice_gradients(model: nn.Module) -> list[str]:
         owner = model.get_submodule(parent)
         setattr(owner, leaf, GrassLinear(owner.get_submodule(leaf)))  # type: ignore[arg-type]
     return found
+
+
+def follow_sharding(model: nn.Module) -> list[Tensor]:
+    """After ``fully_shard`` or ``replicate``, before the optimizer is made: the sharded weights of the GrassLinear.
+
+    Their slices, and those alone, have to be added up over the ranks once a step: ``add_up(weights)`` of
+    core/sliced_gradient.py, after the last backward pass.
+    """
+    found: dict[int, Tensor] = {}
+    for layer in (m for m in model.modules() if isinstance(m, GrassLinear)):
+        if isinstance(layer.weight, DTensor):
+            layer.sharded = (layer.weight,)
+            offer(layer.weight)
+            found[id(layer.weight)] = layer.weight
+    return list(found.values())
 
 
 _NORM = "of a part of the gradient there is no global norm, and between selections a part is all there is"
@@ -134,12 +170,7 @@ class GrassLinearConfig(MethodConfig):
     """Backward passes compute only the rows or columns of each weight's gradient that optimizer=grass steps."""
 
     def apply(self, model: LanguageModel) -> LanguageModel:
-        """Swap the layers. Raises ConfigError for several ranks, and where no layer is a plain linear one."""
-        if world_size() > 1:
-            raise ConfigError(
-                f"transforms.grass_linear is for one process, and {world_size()} ranks have whole gradients to add up "
-                "(DDP) or to shard (FSDP2, tensor parallelism); leave it out, grass works without"
-            )
+        """Swap the layers. Raises ConfigError where no layer is a plain linear one."""
         matrices = Counter(role for role in model.param_roles().values() if role in ("matrix", "expert"))
         found = slice_gradients(model)
         if not found:

@@ -13,6 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from trainwright.core.distributed import full_tensor
 from trainwright.core.divided import current_division
 from trainwright.core.registry import register
+from trainwright.core.sliced_gradient import measured
 from trainwright.optim.base import ClipConfig, by_mesh
 
 
@@ -54,7 +55,9 @@ def total_norm(params: Sequence[Tensor]) -> tuple[Tensor, list[list[Tensor]]]:
 def _norm(params: Sequence[Tensor], parts: list[list[Tensor]]) -> Tensor:
     if not parts:
         return torch.zeros((), device=params[0].device if params else None)
-    norms = [full_tensor(norm) for part in parts for norm in _norms([p.grad for p in part if p.grad is not None])]
+    norms = [
+        full_tensor(norm) for part in parts for norm in _norms([measured(p.grad) for p in part if p.grad is not None])
+    ]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
