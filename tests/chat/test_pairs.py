@@ -48,7 +48,7 @@ def test_rows_hold_what_the_masks_say(dataset, masker):
             and batch.targets[r, : n - 1].tolist() == want.ids[1:].tolist()
         )
         assert batch.weights[r, : n - 1].tolist() == want.weights[1:].tolist() and not batch.weights[r, n - 1 :].any()
-        assert batch.doc_ids[r].tolist() == [0] * n + [1] * (64 - n)
+        assert batch.doc_ids[r].tolist() == [0] * n + [-1] * (64 - n)
         assert batch.positions[r].tolist() == [*range(n), *range(64 - n)]
     assert dataset.batch([0]).shape[1] == max(len(s.ids) for s in dataset[0])
 

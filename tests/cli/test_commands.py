@@ -5,7 +5,6 @@ import math
 import signal
 import subprocess
 import sys
-import time
 from typing import ClassVar
 
 import pytest
@@ -333,21 +332,14 @@ def test_a_run_through_every_command(run, recipe, tmp_path):
     assert code == 0 and (folder / "report.html").exists()
 
 
-def test_help_is_instant_and_imports_nothing_heavy():
+def test_help_imports_nothing_heavy():
+    """So that it is instant: benchmarks/overhead.py."""
     code = (
         "import sys; from trainwright.cli import run; run(['--help'])\n"
         "heavy = {'torch', 'numpy', 'plotly', 'yaml', 'trainwright.config', 'trainwright.train'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)
-    best = math.inf
-    for _ in range(5):
-        start = time.perf_counter()
-        subprocess.run(
-            [sys.executable, "-m", "trainwright", "--help"], check=True, timeout=60, stdout=subprocess.DEVNULL
-        )
-        best = min(best, time.perf_counter() - start)
-    assert best < 0.5
 
 
 # -- what is said of missing options ------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def check_rows(dataset, batch, segments, seq_len, own_weights=None):
         assert at <= seq_len
         if at < seq_len:  # padding: a document of its own, not trained on
             assert not weights[r, at:].any() and not tokens[r, at:].any()
-            assert set(ids[r, at:].tolist()) == {len(docs)}
+            assert set(ids[r, at:].tolist()) == {-1}
             assert positions[r, at:].tolist() == list(range(seq_len - at))
     expected_cover = {(d, t) for d, n in enumerate(dataset.lengths.tolist()) for t in range(n)}
     assert covered.keys() == expected_cover and set(covered.values()) <= {1}
@@ -175,7 +175,7 @@ def test_packed_seam_and_cut():
     batch, _ = epoch_batch(documents([6, 8]), build("batcher", "packed"), 10, shuffle=False)
     assert batch.weights.tolist() == [[1] * 5 + [0] + [1] * 4, [1] * 3 + [0] * 7]
     assert batch.targets[0, 9].item() == batch.tokens[1, 0].item() == 1 + START + 4
-    assert batch.doc_ids.tolist() == [[0] * 6 + [1] * 4, [0] * 4 + [1] * 6]
+    assert batch.doc_ids.tolist() == [[0] * 6 + [1] * 4, [0] * 4 + [-1] * 6]
     assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 5, 0, 1, 2, 3], [0, 1, 2, 3, 0, 1, 2, 3, 4, 5]]
 
 

@@ -69,7 +69,7 @@ def test_a_global_batch_that_ranks_do_not_divide(batch, world_size):
         for b in batches:
             filler = (b.tokens == PAD).all(dim=1)
             assert b.weights[filler].sum() == 0
-            assert (b.doc_ids[filler] == 0).all() and torch.equal(
+            assert (b.doc_ids[filler] == -1).all() and torch.equal(
                 b.positions[filler][:1].flatten()[:4], torch.arange(4)[: 4 * int(filler.any())]
             )
 

@@ -1,5 +1,6 @@
 """Conformance of every registered source, and what each kind must refuse."""
 
+import csv
 import gzip
 import json
 import os
@@ -30,6 +31,14 @@ def make_jsonl(folder):
         rows = [json.dumps({"text": t, "n": i}) for i, t in enumerate(TEXTS) if i % 2 == part]
         (folder / f"{part}.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
     return {"name": "jsonl", "path": str(folder)}
+
+
+def make_csv(folder):
+    folder.mkdir()
+    for part in range(2):
+        with (folder / f"{part}.csv").open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file).writerows([("text", "n"), *((t, i) for i, t in enumerate(TEXTS) if i % 2 == part)])
+    return {"name": "csv", "path": str(folder)}
 
 
 def make_parquet(folder):
@@ -65,6 +74,7 @@ def make_panda(folder):
 MAKERS = {
     "text": make_text,
     "jsonl": make_jsonl,
+    "csv": make_csv,
     "parquet": make_parquet,
     "hf": make_hf,
     "chat": make_chat,

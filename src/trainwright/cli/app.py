@@ -284,20 +284,26 @@ def config_check(arguments: RecipeAndOverrides = None) -> None:
     """Find mistakes in a recipe before any work."""
     recipe, overrides = split_arguments(arguments)
     from trainwright.config import RunConfig
+    from trainwright.config.inputs import look
 
     config = RunConfig.load(recipe, overrides)
-    print(f"{recipe or 'quickstart'}: valid; it would write to {config.run_dir}")
+    lines = look(config)
+    print("\n".join([f"{recipe or 'quickstart'}: valid; it would write to {config.run_dir}", *lines]))
 
 
 @app.command()
 def init(
     path: Annotated[Path, typer.Argument(metavar="[FILE]", help="File to write.")] = Path("recipe.yaml"),
+    task: Annotated[
+        str,
+        typer.Option("--for", metavar="TASK", help="pretrain; continue (an open model on text); sft, lora (on chats)."),
+    ] = "pretrain",
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
     """Write a commented recipe to start from."""
     from trainwright.cli.template import write
 
-    write(path, force)
+    write(path, force, task)
     print(f"{path} written. Train it: trainwright train {path}")
 
 

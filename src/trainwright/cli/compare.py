@@ -34,6 +34,10 @@ def run(
     from trainwright.lab.trial import TrialStore
     from trainwright.lab.tuning import parse_tune
 
+    if not varied and not arms:
+        raise ConfigError(
+            "nothing to compare: give --vary KEY=A,B,... with two values or more, or --arm NAME:KEY=VALUE,..."
+        )
     plan = make_plan(
         recipe,
         overrides,

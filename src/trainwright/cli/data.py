@@ -283,7 +283,10 @@ def show(found: dict[str, Any]) -> None:
     for s in found["stages"]:
         why = ", ".join(f"{k} {v:,}" for k, v in s["dropped"].items())
         if s["stage"] == "read":
-            why = ", ".join(f"{k} {v:,}" for k, v in s["counts"].items() if k in ("bad rows", "empty texts"))
+            # What was in the files and is no document; not each reason for a bad row, and not what was no text at all.
+            said = ("bad rows", "empty texts", "pages with", "rows of the split")
+            counts = {k: v for k, v in s["counts"].items() if k.startswith(said) and not k.startswith("bad rows:")}
+            why = ", ".join(f"{k} {v:,}" for k, v in counts.items())
         numbers = (f"{s[k]:,}" for k in ("documents_in", "documents_out", "changed"))
         view.add_row(s["stage"], *numbers, why)
     out().print(view)

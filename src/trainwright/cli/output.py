@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import warnings
 from typing import Any
 
 from rich.console import Console
@@ -51,3 +52,20 @@ def log_to_terminal() -> None:
     logger.handlers = [RichHandler(console=terminal(), show_time=False, show_path=False, markup=False)]
     logger.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
     logger.propagate = False
+    _show_warnings_in(logger)
+
+
+def _show_warnings_in(logger: logging.Logger) -> None:
+    """Warnings of ours as messages; others stay as Python writes them, with file and line."""
+    as_before = warnings.showwarning
+    if getattr(as_before, "ours", False):
+        return
+
+    def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+        if file is None and issubclass(category, UserWarning) and f"{os.sep}trainwright{os.sep}" in filename:
+            logger.warning("%s", message)
+        else:
+            as_before(message, category, filename, lineno, file, line)
+
+    show.ours = True  # type: ignore[attr-defined]
+    warnings.showwarning = show

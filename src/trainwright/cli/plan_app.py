@@ -51,7 +51,7 @@ def comm(
         list[str] | None,
         typer.Argument(metavar="RECIPE] [KEY=VALUE", help="A YAML file, then overrides like parallel.tp=8."),
     ] = None,
-    world: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 8,
+    world: Annotated[int | None, typer.Option(min=1, help="Number of ranks; default: 8.")] = None,
     cluster: Annotated[
         Path | None, typer.Option(metavar="YAML", help="Machines and links; default: H100 nodes.")
     ] = None,

@@ -12,37 +12,52 @@ from typing import Any
 from trainwright.cli.output import out, print_json
 from trainwright.core.errors import ConfigError
 from trainwright.parallel.auto import Machine, choose
+from trainwright.parallel.config import Degrees
 from trainwright.parallel.mesh import DIMENSIONS
 from trainwright.planning.comm_context import rows_of
-from trainwright.planning.comm_plan import Cluster, Prediction, Work, layouts, predict
-from trainwright.train.degrees import check
+from trainwright.planning.comm_optimizer import exchanges_of
+from trainwright.planning.comm_optimizer import left_out as left_out_of_optimizer
+from trainwright.planning.comm_passes import recomputed_layers
+from trainwright.planning.comm_plan import Cluster, Prediction, Work, layouts, left_out, predict
+from trainwright.train.degrees import check_settled, vocabulary, without_weights
 from trainwright.train.degrees import work as auto_work
 from trainwright.train.sharding import settled_sharding
+
+DEFAULT_WORLD = 8
+_USUAL_VOCABULARY = 32_768  # where no tokenizer says
 
 
 def comm(
     recipe: Path | None,
     overrides: list[str],
-    world: int,
+    world: int | None,
     cluster: Path | None,
     lengths: Path | None,
     most: int,
     json: bool,
 ) -> None:
-    """The recipe's own layout first, then the fastest ones."""
+    """The recipe's own layout first, then the fastest ones. ``world`` None: DEFAULT_WORLD."""
     from trainwright.config import RunConfig
 
     config = RunConfig.load(recipe, overrides)
     machines = Cluster.load(cluster)
-    config = _settled(config, world, machines)
-    degrees = check(config, world)
+    said = "" if world is not None else ", the default"
+    world = world or DEFAULT_WORLD
+    try:
+        config = _settled(config, world, machines)
+        degrees = check_settled(config, world)
+    except ConfigError as error:
+        few = "" if world == 2 else ", e.g. --world 2"
+        hint = f"the plan is for {world} ranks{said}; --world sets how many{few}"
+        raise ConfigError(f"{error.message} ({hint})", key=error.key, value=error.value) from None
     work = work_of(config)
     if lengths is not None:
         work = dataclasses.replace(work, lengths=rows_of(_numbers(lengths), work.seq_len, work.rows))
     own = predict(work, degrees, config.parallel, machines)
+    left = not_counted(config, work, degrees)
     found = layouts(work, config.parallel, world, machines, most)
     if json:
-        print_json({"own": _row(own), "layouts": [_row(p) for p in found]})
+        print_json({"own": _row(own), "layouts": [_row(p) for p in found], "not_counted": left})
         return
     out().print(_table([("recipe", own), *((f"{i}", p) for i, p in enumerate(found, 1))]))
     if config.parallel.sharding is not None:
@@ -51,6 +66,8 @@ def comm(
     for t in own.transfers:
         over = "all" if t.over == DIMENSIONS else " x ".join(t.over)
         out().print(f"  {t.kind:<15} {t.bytes / 1e6:>12,.2f} MB in {t.calls:>6,} over {over} ({t.ranks}): {t.what}")
+    for one in left:
+        out().print(f"Not counted: {one}.")
 
 
 def _settled(config: Any, world: int, machines: Cluster) -> Any:
@@ -60,7 +77,7 @@ def _settled(config: Any, world: int, machines: Cluster) -> Any:
     machine = Machine(int(machines.memory_gb * 1e9), min(world, machines.ranks_per_node))
     choice = choose(world, config.parallel, auto_work(config), machine)
     chosen = {key: getattr(choice.degrees, key) for key in ("dp_replicate", "dp_shard", "cp", "tp")}
-    parallel = config.parallel.model_copy(update={**chosen, "auto": False})
+    parallel = config.parallel.model_copy(update=chosen)  # auto still: a setting may be left without a use
     return config.model_copy(update={"parallel": parallel})
 
 
@@ -75,19 +92,19 @@ def work_of(config: Any) -> Work:
     """The recipe's step; the model is built without weights. ConfigError for models whose inside is not known."""
     import torch
 
-    from trainwright.models.decoder import Decoder
+    from trainwright.core.params import named_params
+    from trainwright.optim.muon import iteration_dtype
 
     find = getattr(config.model, "architecture", None)
     if find is None:
         raise ConfigError("is for our own decoder: model decoder or pretrained", key="model", value=config.model.name)
-    arch = find(getattr(config.model, "vocab_size", None) or _vocabulary(config))
-    with torch.device("meta"):
-        model = Decoder(arch)
-    for transform in (t for t in config.transforms if t.name == "early_exit"):
-        transform.apply(model)
+    arch = find(vocabulary(config) or _USUAL_VOCABULARY)
+    model: Any = without_weights(arch, config.transforms)
     train = config.train
     dtype = config.precision.build(torch.device("cpu")).compute_dtype if config.precision.name != "auto" else None
     size = dtype.itemsize if dtype is not None else 2
+    # Of GPUs, as all of the plan, unless the recipe is for CPUs.
+    narrow = iteration_dtype(torch.device("cpu")) if config.run.device == "cpu" else torch.bfloat16
     return Work(
         arch=arch,
         shapes={name: tuple(p.shape) for name, p in model.named_parameters()},
@@ -99,15 +116,24 @@ def work_of(config: Any) -> Work:
         gathered_bytes=size,
         exits=0 if model.exits is None else len(model.exits),
         exit_settings=None if model.exits is None else model.exits.settings,
+        frozen=frozenset(name for name, p in model.named_parameters() if not p.requires_grad),
+        recomputed=recomputed_layers(config.memory, arch.n_layers),
+        exchanges=exchanges_of(config.optimizer, named_params(model), Work.parameter_bytes, narrow.itemsize),
     )
 
 
-def _vocabulary(config: Any) -> int:
-    """Ids of the recipe's tokenizer, where it says; else those of a usual one."""
-    spec = config.tokenizer
-    if spec is not None and spec.name == "bytes":
-        return 257
-    return int(getattr(spec, "vocab_size", None) or 32_768)
+def not_counted(config: Any, work: Work, degrees: Degrees) -> list[str]:
+    """What is sent besides, and why the plan leaves it out."""
+    found = [left_out(work, degrees, config.parallel)]
+    if degrees.world_size > degrees.pp and (
+        degrees.dp_shard > 1 or degrees.tp > 1 or degrees.ep > 1 or config.parallel.sharding
+    ):
+        found.append(left_out_of_optimizer(config.optimizer))
+    sliced = any(t.name == "grass_linear" for t in config.transforms)
+    found.append(
+        "that grass_linear adds up slices of gradients, fewer bytes than the whole ones given here" if sliced else None
+    )
+    return [one for one in found if one is not None]
 
 
 def _name(prediction: Prediction) -> str:

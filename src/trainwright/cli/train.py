@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from trainwright.cli.output import complain, log_to_terminal
 from trainwright.core.errors import ConfigError, Interrupted
@@ -43,6 +44,24 @@ class Processes:
         return self.here[1] == 1 and self.machines is None and self.restarts == 0
 
 
+_IN_SET_UP = "interrupted before the first step: nothing was trained; data that is ready stays in the cache"
+
+
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _leave_set_up() -> NoReturn:
+    """Ends the process from a thread beside one that does not come back."""
+    from trainwright.train.progress import terminal
+
+    terminal().show_cursor(True)
+    complain(Interrupted.exit_code, _IN_SET_UP)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(Interrupted.exit_code)
+
+
 def _range(key: str, text: str) -> tuple[int, int]:
     low, colon, high = text.partition(":")
     if not low.isdigit() or (colon and not high.isdigit()):
@@ -61,15 +80,21 @@ def run(recipe: Path | None, overrides: list[str], processes: Processes, resume:
         return _launch(recipe, overrides, processes, resume)
     config = load(recipe, overrides, resume)
     from trainwright.train import Trainer
+    from trainwright.train.signals import EndedByTerm
 
     log_to_terminal()
+    trainer: Trainer | None = None
     try:
-        summary = Trainer(config, resume=resume is not None).fit()
+        # A rank that its launcher ends is to die of the signal, by which the launcher tells it from one that failed.
+        with nullcontext() if launch.launched() or _world_size() > 1 else EndedByTerm(_leave_set_up):
+            trainer = Trainer(config, resume=resume is not None)
+        summary = trainer.fit()
     except KeyboardInterrupt:  # during the set-up, or a second Ctrl-C, which does not wait for the step
-        raise Interrupted("interrupted; what came after the last checkpoint is not saved") from None
+        after = "interrupted; what came after the last checkpoint is not saved"
+        raise Interrupted(_IN_SET_UP if trainer is None else after) from None
     except Exception as error:
         reason = launch.lost_another(error)
-        if reason and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if reason and _world_size() > 1:
             launch.leave_after_loss(reason)
         raise
     finally:
@@ -98,23 +123,29 @@ def load(recipe: Path | None, overrides: list[str], resume: Path | None) -> Any:
 
 
 def closing(summary: dict[str, Any]) -> str:
+    if "finished" in summary:
+        return f"{summary['run_dir']} {summary['finished']}"
     parts = [f"done: step {summary['step']}"] if "step" in summary else ["done"]
     for label, key in (("loss", "loss"), ("validation loss", "val_loss"), ("bits/byte", "val_bits_per_byte")):
         if isinstance(summary.get(key), float):
             parts.append(f"{label} {summary[key]:.4f}")
+    if "ended" in summary:
+        parts[-1] += f"\n{summary['ended']}"
     where = summary.get("report") or summary.get("run_dir")
     return "  ".join(parts) + (f"\n{where}" if where else "")
 
 
 def _launch(recipe: Path | None, overrides: list[str], processes: Processes, resume: Path | None) -> int:
+    from trainwright.config.inputs import check_inputs
     from trainwright.train.degrees import check
 
     fewest, most = processes.here
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if _world_size() > 1:
         raise ConfigError("this process was started by torchrun already; leave out --nproc", key="--nproc", value=most)
     config = load(recipe, overrides, resume)
     machines = processes.machines
     # What is wrong is said once, before anything starts.
+    check_inputs(config)
     check(config, most * (machines.most if machines else 1))
 
     def legal(workers: int) -> bool:

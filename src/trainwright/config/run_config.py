@@ -103,11 +103,16 @@ class RunConfig(BaseModel):
     def load(cls, recipe: str | Path | dict[str, Any] | None = None, overrides: Sequence[str] = ()) -> RunConfig:
         """From a YAML file, a mapping, or the built-in quickstart (None), with ``key=value`` overrides.
 
-        Raises ConfigError for anything wrong, naming the key, the value and the way out.
+        A file without ``run.name`` gives its own name, less the suffix. Raises ConfigError for anything wrong, naming
+        the key, the value and the way out.
         """
         data = read_recipe(recipe)
         for override in overrides:
             apply_override(data, override)
+        if isinstance(recipe, str | Path):
+            section = data.get("run") or {}
+            if isinstance(section, dict) and section.get("name") is None:
+                data["run"] = {**section, "name": Path(recipe).stem}
         return cls.from_dict(data)
 
     @classmethod
@@ -169,7 +174,7 @@ def _check_compatible(chosen: list[tuple[str, MethodConfig]]) -> None:
         present.setdefault(f"{info.slot}.{info.name}", (key, info))
     for key, method in chosen:
         info = method.info()
-        for other, reason in info.conflicts.items():
+        for other, reason in method.excludes().items():
             if other in present and present[other][0] != key:
                 other_key, other_info = present[other]
                 raise ConfigError(f"{key}={info.name} cannot be combined with {other_key}={other_info.name}: {reason}")

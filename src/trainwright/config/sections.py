@@ -17,7 +17,11 @@ class Section(BaseModel):
 class RunSection(Section):
     """Which run this is and where it lives."""
 
-    name: str = Field("quickstart", description="Name of the run; its folder is dir/name.", min_length=1)
+    name: str = Field(
+        "quickstart",
+        description="Name of the run; its folder is dir/name. Left out: the recipe file's own name, less its suffix.",
+        min_length=1,
+    )
     dir: Path = Field(Path("runs"), description="Folder that holds the runs.")
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of weights, data order and every other draw.")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")

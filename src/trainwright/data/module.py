@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from trainwright.core.batch import Batch
@@ -25,15 +24,16 @@ from trainwright.data.loader import Loader, OnChange
 from trainwright.data.metadata import MetadataConfig, check_batcher, tokenize_with_context
 from trainwright.data.mixers.base import MixerConfig, UpdatingMixerConfig
 from trainwright.data.packing import Pool, unique_names
-from trainwright.data.permutation import Permutation
 from trainwright.data.rows import RowStream
 from trainwright.data.selectors.base import SelectorConfig
 from trainwright.data.sources.base import SourceConfig, Split
 from trainwright.data.stages import FirstStageConfig, first_stage, rows_of_stages, stage_plan
 from trainwright.data.tokenize import TrainingCorpus, tokenize_source
 from trainwright.data.tokenizers.base import Tokenizer, TokenizerConfig
+from trainwright.data.trained_tokens import trained_tokens
 from trainwright.data.upsample import up_sampled
 from trainwright.data.validation import validation_batches
+from trainwright.data.watch import Watch
 from trainwright.data.weighters.base import WeighterConfig
 
 T = TypeVar("T")
@@ -136,9 +136,9 @@ class DataConfig(BaseModel):
         return self.cache_dir or default_cache_dir()
 
 
-def build_tokenizer(config: DataConfig, spec: MethodConfig) -> Tokenizer:
+def build_tokenizer(config: DataConfig, spec: MethodConfig, watch: Watch | None = None) -> Tokenizer:
     """The tokenizer of ``spec``; one that is trained sees the training split. Rank 0 goes first."""
-    corpus = TrainingCorpus(config.sources, config.validation_fraction)
+    corpus = TrainingCorpus(config.sources, config.validation_fraction, watch)
     tokenizer = _main_first(lambda: cast(TokenizerConfig, spec).build(corpus, config.cache()))
     if config.metadata is not None and config.metadata.on:
         return with_context_tokens(tokenizer, config.metadata.tokens)
@@ -332,7 +332,7 @@ class DataModule:
 
     @cached_property
     def _trained(self) -> dict[str, tuple[float, bool]]:
-        return {name: _trained_tokens(d) for name, d in self.train.items()}
+        return {name: trained_tokens(d) for name, d in self.train.items()}
 
     def _per_row(self, tokens: Mapping[str, float]) -> float:
         """Mean over the rows as they are drawn, of what each source has ``tokens`` of in an epoch."""
@@ -384,28 +384,6 @@ class DataModule:
         }
 
 
-def _trained_tokens(dataset: TokenDataset, most_docs: int = 4096) -> tuple[float, bool]:
-    """Targets of weight > 0 in an epoch, and whether that is an estimate. Masks are read of ``most_docs`` documents
-    drawn at random, and of all if none of those has a trained token."""
-    some = np.arange(min(most_docs, dataset.num_docs))
-    if len(some) < dataset.num_docs:
-        some = np.sort(Permutation(dataset.num_docs, seed=0).at(some))
-    for docs in (some, np.arange(dataset.num_docs)):
-        trained, seen, masked = 0, 0, False
-        for doc, length in zip(docs.tolist(), dataset.lengths[docs].tolist(), strict=True):
-            given = dataset.loss_weights(doc, 1, length) if length > 1 else None
-            masked |= given is not None
-            trained += max(length - 1, 0) if given is None else int(np.count_nonzero(given))
-            seen += length
-        if not masked:
-            return dataset.num_tokens - int(np.count_nonzero(dataset.lengths)), False
-        if len(docs) == dataset.num_docs:
-            return trained, False
-        if trained:
-            return trained / seen * dataset.num_tokens, True
-    return 0, False
-
-
 def build_data(
     config: DataConfig,
     tokenizer: Tokenizer,
@@ -415,13 +393,13 @@ def build_data(
     rank: int = 0,
     world_size: int = 1,
     global_batch_rows: int | None = None,
-    progress: Callable[[int], None] | None = None,
+    watch: Watch | None = None,
 ) -> DataModule:
     """Tokenize the sources (or map what is cached) and return the run's data. Rank 0 of all goes first.
 
     ``rank`` and ``world_size`` are those of data parallelism: ranks that share rows (tensor parallelism) pass the
     same. ``global_batch_rows`` are the rows of a step, for batchers that lay out whole steps.
-    ``progress`` gets the UTF-8 bytes of text tokenized so far in the source at hand. Raises DataError and ConfigError.
+    ``watch`` is told of each source and how far it is. Raises DataError and ConfigError.
     """
 
     context = config.metadata if config.metadata is not None and config.metadata.on else None
@@ -433,9 +411,12 @@ def build_data(
         shared: dict[str, Any] = {
             "validation_fraction": config.validation_fraction,
             "cache_dir": config.cache(),
-            "progress": progress,
+            "progress": watch and watch.advance,
             "num_proc": config.num_proc,
         }
+        if watch is not None:
+            disk = source.on_disk() if split == "train" else None
+            watch.begin(f"tokenizing {getattr(source, 'label', source.name)} ({split})", disk and disk[1])
         if isinstance(source, TokenizedSource):
             return source.tokenized(tokenizer, split, seq_len=seq_len, **shared)
         if context is not None:
@@ -455,6 +436,8 @@ def build_data(
         return made
 
     data = _main_first(tokenize)
+    if watch is not None:
+        watch.begin("laying out rows")
     module = DataModule(
         config, tokenizer, data["train"], data["validation"],
         seq_len=seq_len, seed=seed, rank=rank, world_size=world_size, global_batch_rows=global_batch_rows,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainwright.core.batch import Batch
+from trainwright.core.batch import Batch, as_padding
 from trainwright.data.odb_align import align, group_sizes, longest_first
 
 
@@ -37,6 +37,7 @@ def micro_batches(batch: Batch, budget: int, count: int | None = None) -> list[B
     while len(out) < (count or 0):
         empty = _rows(batch, order[-1:], lengths[order[-1]])
         empty.weights = torch.zeros_like(empty.weights)
+        empty.doc_ids = as_padding(empty.doc_ids)
         out.append(empty)
     return out
 

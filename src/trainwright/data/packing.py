@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from trainwright.core.batch import Batch
+from trainwright.core.batch import PADDING, Batch
 from trainwright.core.errors import DataError
 from trainwright.data.dataset import Columns, TokenDataset
 
@@ -89,8 +89,8 @@ def assemble(rows: Sequence[tuple[TokenDataset, Segments]], seq_len: int, pad_id
     """The arrays ``[len(rows), seq_len]`` of rows, on the CPU.
 
     ``doc_ids`` count a row's segments from 0, and ``positions`` the tokens of each from 0. What is left of a row is
-    padding: one more document, of ``pad_id`` and weight 0. Raises DataError when a dataset gives other tokens than its
-    ``lengths`` say.
+    padding: one more document, -1, of ``pad_id`` and weight 0. Raises DataError when a dataset gives other tokens than
+    its ``lengths`` say.
     """
     shape = (len(rows), seq_len)
     tokens = np.full(shape, pad_id, dtype=np.int64)
@@ -107,7 +107,7 @@ def assemble(rows: Sequence[tuple[TokenDataset, Segments]], seq_len: int, pad_id
         if used > seq_len:
             raise ValueError(f"a row plan puts {used} tokens into a row of {seq_len}")
         bounds = np.append(sizes, seq_len - used)
-        doc_ids[r] = np.repeat(np.arange(len(bounds)), bounds)
+        doc_ids[r] = np.repeat(np.append(np.arange(len(sizes)), PADDING), bounds)
         positions[r] = ramp - np.repeat(np.cumsum(bounds) - bounds, bounds)
         ends = np.minimum(stops + 1, dataset.lengths[docs])  # with the token behind the segment, if there is one
         at = 0

@@ -18,6 +18,7 @@ from trainwright.data.cache import build_once
 from trainwright.data.shards import FORMAT, SHARD_BYTES, ShardedDataset, ShardWriter
 from trainwright.data.sources.base import Document, SourceConfig, Split
 from trainwright.data.tokenizers.base import Tokenizer
+from trainwright.data.watch import Watch
 
 # Text in one call of the tokenizer: enough documents to keep its threads busy; some 100 bytes a token are in use
 # meanwhile, so that this also bounds memory.
@@ -34,8 +35,8 @@ class TrainingCorpus:
     Call it for the stream; :attr:`fingerprint` stands for its content without reading it.
     """
 
-    def __init__(self, sources: Sequence[SourceConfig], validation_fraction: float):
-        self.sources, self.validation_fraction = list(sources), validation_fraction
+    def __init__(self, sources: Sequence[SourceConfig], validation_fraction: float, watch: Watch | None = None):
+        self.sources, self.validation_fraction, self.watch = list(sources), validation_fraction, watch
 
     @property
     def fingerprint(self) -> str:
@@ -44,12 +45,22 @@ class TrainingCorpus:
 
     def __call__(self) -> Iterator[str]:
         streams = deque(s.documents("train", self.validation_fraction) for s in self.sources)
-        while streams:
-            stream = streams.popleft()
-            doc = next(stream, None)
-            if doc is not None:
-                streams.append(stream)
-                yield doc.text
+        if self.watch is not None:
+            self.watch.begin("reading text for the tokenizer")
+        done = 0
+        try:
+            while streams:
+                stream = streams.popleft()
+                doc = next(stream, None)
+                if doc is not None:
+                    streams.append(stream)
+                    yield doc.text
+                    if self.watch is not None:
+                        done += _utf8_size(doc.text)
+                        self.watch.advance(done)
+        finally:  # also where the reader has enough
+            if self.watch is not None:
+                self.watch.begin("training the tokenizer")
 
 
 def tokenize_source(

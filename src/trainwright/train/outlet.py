@@ -15,7 +15,8 @@ log = logging.getLogger("trainwright")
 
 
 class Outlet:
-    """Writes the run's folder and takes its rows. Every method does nothing on the other ranks."""
+    """Writes the run's folder and takes its rows. Every method does nothing on the other ranks, or of a run that had
+    ended before."""
 
     def __init__(self, run: Trainer):
         from trainwright.train.environment import environment
@@ -25,7 +26,7 @@ class Outlet:
         self.metrics: Any = None
         self.loggers: list[Any] = []
         self.display: Any = None
-        if not is_main():
+        if not is_main() or run.finished:
             return
         config = run.config
         folder = config.run_dir
@@ -41,9 +42,12 @@ class Outlet:
     def __bool__(self) -> bool:
         return self.metrics is not None
 
-    def start(self, step: int) -> None:
+    def start(self, run: Trainer) -> None:
         if self.display is not None:
-            self.display.start(step)
+            from trainwright.train.banner import banner
+
+            self.display.say(banner(run))
+            self.display.start(run.progress.step)
 
     def truncate(self, step: int) -> None:
         """Forget rows behind ``step``: a resumed run makes them again."""

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainwright.core.batch import Batch
+from trainwright.core.batch import Batch, as_padding
 from trainwright.core.distributed import all_reduce_sum
 from trainwright.core.errors import ConfigError
 from trainwright.objectives.base import Objective
@@ -71,13 +71,13 @@ def executor_kind(parallel: Parallelized) -> type[AutogradExecutor]:
 
 
 def _padded(batch: Batch, rows: int) -> Batch:
-    """``batch`` with its last rows again, of weight 0, so that there are ``rows``."""
+    """``batch`` with its last row again, as padding, so that there are ``rows``."""
     more = rows - batch.tokens.shape[0]
 
     def extend(t: Tensor) -> Tensor:
         return torch.cat([t, t[-1:].expand(more, *t.shape[1:])])
 
     out = batch._map(extend)
-    weights = F.pad(batch.weights, (0, 0, 0, more))
-    out.weights = weights
+    out.weights = F.pad(batch.weights, (0, 0, 0, more))
+    out.doc_ids = torch.cat([batch.doc_ids, as_padding(out.doc_ids[rows - more :])])
     return out

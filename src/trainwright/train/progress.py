@@ -16,6 +16,9 @@ from rich.text import Text
 
 
 class Display(Protocol):
+    def say(self, lines: list[str]) -> None:
+        """What the run is, before the loop starts."""
+
     def start(self, step: int) -> None:
         """The loop is about to make step ``step + 1``."""
 
@@ -97,6 +100,10 @@ class Lines:
         self._next = 0.0
         self._unwritten = False
 
+    def say(self, lines: list[str]) -> None:
+        for line in lines:
+            self._write(line)
+
     def start(self, step: int) -> None:
         self.pace.begin(step)
         self._next = 0.0
@@ -171,6 +178,10 @@ class Bar:
         )
         self._task = self._bar.add_task("0", total=1.0)
         self._next = 0.0
+
+    def say(self, lines: list[str]) -> None:
+        for line in lines:
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def start(self, step: int) -> None:
         self.pace.begin(step)

@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def _job() -> str | None:
 
 
 def check(config: RunConfig, resume: bool) -> None:
-    """Before any work: can the run's folder be made, replaced or resumed? Leaves at most an empty folder behind.
+    """Before any work: can the run's folder be made, replaced or resumed? Leaves none behind that was not there.
 
     Rank 0 looks; what it finds is raised on every rank. Raises ConfigError.
     """
@@ -99,11 +100,15 @@ def _check(config: RunConfig, resume: bool) -> None:
             key="run.name",
             value=config.run.name,
         )
+    made = not run_dir.exists()
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         probe = run_dir / f".probe.{os.getpid()}"
         probe.touch()
         probe.unlink()
+        if made:
+            with suppress(OSError):  # something lies in it by now
+                run_dir.rmdir()
     except OSError as error:
         raise _unwritable(config, error) from None
 

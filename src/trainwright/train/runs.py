@@ -96,6 +96,11 @@ def find_checkpoint(checkpointer: Any, which: str | int | Path = "latest") -> Pa
         path = directory / f"step-{int(str(which)):08d}"
     else:
         path = Path(str(which))
+    if path is None and which == "best" and any(directory.glob("step-*")):
+        raise CheckpointError(
+            f"no checkpoint in {directory} has a validation loss, so none is the best (data.validation_fraction=0, or "
+            "checkpoint.keep_best=false); use latest, or a step"
+        )
     if path is None:
         raise CheckpointError(f"{directory} holds no whole checkpoint yet")
     if not path.is_dir():
@@ -146,6 +151,13 @@ def evaluate_run(
     data = build_data(
         config.data, tokenizer, seq_len=config.train.seq_len, seed=derive(config.run.seed, "data"), rank=0, world_size=1
     )
+    if not data.validation_tokens:
+        raise ConfigError(
+            "the run holds nothing out; name documents to validate on by overrides, e.g. data.validation_fraction=0.02 "
+            "(of what it was trained on) or data.sources=[{name: text, path: FOLDER}] data.validation_fraction=0.4",
+            key="data.validation_fraction",
+            value=config.data.validation_fraction,
+        )
     rows = max(1, 8192 // config.train.seq_len)
     batches = data.validation_batches(
         batch_rows=rows, max_tokens=tokens if tokens is not None else config.evaluate.tokens

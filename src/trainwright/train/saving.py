@@ -19,6 +19,7 @@ from trainwright.optim.state import (
     named_state,
     scalars_of,
 )
+from trainwright.train.finish import reached
 
 if TYPE_CHECKING:
     from trainwright.train.trainer import Trainer
@@ -45,6 +46,7 @@ def save(run: Trainer, metric: float | None = None) -> None:
     meta = {
         "progress": vars(run.progress),
         "rate": run.rate(),
+        "lr": float(run.optimizer.param_groups[0]["lr"]),
         "loader": run.loader.state_dict(),
         "interaction": None if run.interaction is None else run.interaction.state_dict(),
         "optimizer": state["scalars"],
@@ -84,10 +86,19 @@ def restore(run: Trainer, path: Path, *, loader: bool) -> None:
         log.warning("this run computed in %s so far and goes on in %s; set precision to keep one", before, now)
     run.precision.load_state_dict(meta["precision"])
     run.progress = Progress(**meta["progress"])
-    if isinstance(run.average, RingAverage) and run.rate() > 1.01 * meta.get("rate", math.inf):
+    goes_up = run.rate() > 1.01 * meta.get("rate", math.inf)
+    if isinstance(run.average, RingAverage) and goes_up:
         log.warning("the learning rate goes up again here: the average forgets the snapshots from before")
         run.average.flush()
     if loader:
+        if goes_up and not reached(run, run.progress):
+            # By the schedule alone, as a rollback's factor is in neither.
+            last = meta.get("lr", meta["rate"]) / (meta["policy"].get("lr_multiplier") or 1.0)
+            log.warning(
+                "the learning rate goes up: %.3g in step %d, %.3g in the next, by the recipe as it is now%s",
+                last, run.progress.step, run.rate(),
+                "" if run.by_clock else f" (a schedule over {run.total_steps} steps)",
+            )  # fmt: skip
         if run.interaction is not None:
             run.interaction.load_state_dict(meta.get("interaction"))
         run.loader.load_state_dict(meta["loader"])

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainwright.config.inputs import check_inputs
 from trainwright.config.run_config import RunConfig
 from trainwright.core.allocator import keep_freed_memory
 from trainwright.core.distributed import all_reduce_sum, chosen_device, is_main, launched_world_size
 from trainwright.core.divided import divided
 from trainwright.core.errors import ConfigError, Interrupted, StoppedByMonitor
 from trainwright.core.params import named_params
-from trainwright.core.registry import build as build_method
 from trainwright.core.seeds import derive, seed_everything
 from trainwright.memory.fused_backward import FusedBackward, FusedBackwardConfig, fused_backward
 from trainwright.models.early_exit import check_objective
@@ -31,12 +31,15 @@ from trainwright.resilience.base import StepInfo
 from trainwright.resilience.policy import Decision, Policy
 from trainwright.train import run_dir as run_folder
 from trainwright.train import saving
+from trainwright.train.banner import parameter_counts
 from trainwright.train.degrees import check, check_agreed, local_rows, settled
 from trainwright.train.evaluate import evaluate
+from trainwright.train.finish import ended, finished_summary, is_finished, reached, steps_are_done
 from trainwright.train.interaction import build_interaction
 from trainwright.train.outlet import Outlet
 from trainwright.train.pipeline_executor import executor_kind
 from trainwright.train.plan_ahead import looking_ahead
+from trainwright.train.preparation import prepare_data
 from trainwright.train.run_context import prepare_objective
 from trainwright.train.saving import Progress
 from trainwright.train.signals import StopSignals
@@ -60,6 +63,7 @@ class Trainer:
         from trainwright.parallel.mesh import build_mesh, init_distributed
 
         started = time.perf_counter()
+        check_inputs(config)
         config = settled(config)
         self.config, self.resume = config, resume
         degrees = check(config, launched_world_size())
@@ -84,6 +88,7 @@ class Trainer:
         for transform in config.transforms:
             model = transform.apply(model)  # type: ignore[attr-defined]
         self.flops_per_token = model.flops_per_token(config.train.seq_len)
+        self.parameter_counts = parameter_counts(model)
         self.model = model
         for method in config.memory:
             method.apply(model)
@@ -123,8 +128,9 @@ class Trainer:
         with _naming("objective"):
             prepare_objective(self)
         self._open_run()
-        # Draws of the training itself (dropout, ...) differ between data-parallel ranks.
-        seed_everything(derive(config.run.seed, "training", self.mesh.dp_rank))
+        # Draws of the training itself (dropout, ...) differ between ranks with other tokens or layers.
+        apart = self.mesh.draws_apart(config.parallel.sequence_parallel)
+        seed_everything(derive(config.run.seed, "training", *apart))
         if resume:
             self._restore_latest()
         self.setup_seconds = time.perf_counter() - started
@@ -132,25 +138,8 @@ class Trainer:
     # -- building -----------------------------------------------------------------------------------------------
 
     def _build_data(self) -> None:
-        from trainwright.data.module import build_card, build_data, build_tokenizer
-
-        config = self.config
-        self.data_card = build_card(config.data)
-        spec = config.tokenizer
-        if spec is None:
-            path = config.model.tokenizer_path()
-            spec = build_method("tokenizer", {"name": "hf", "path": path} if path else {"name": "bpe"})
-        self.tokenizer = build_tokenizer(config.data, spec)
-        self.data = build_data(
-            config.data,
-            self.tokenizer,
-            seq_len=config.train.seq_len,
-            seed=derive(config.run.seed, "data"),
-            rank=self.mesh.dp_rank,
-            world_size=self.mesh.dp_size,
-            global_batch_rows=self.rows,
-        )
-        epochs = config.train.epochs
+        self.data_card, self.tokenizer, self.data, self.data_from_cache = prepare_data(self)
+        epochs = self.config.train.epochs
         # With epochs the last step takes what is left, filled up with padding, and not rows of the next epoch.
         self._max_rows = None if epochs is None else max(1, math.ceil(epochs * self.data.rows_per_epoch))
         steps = None if self.by_clock else self._total_steps()
@@ -182,7 +171,11 @@ class Trainer:
         from trainwright.train.checkpoint import Checkpointer
 
         config = self.config
-        run_folder.create(config, self.resume)
+        if not (self.resume and steps_are_done(self)):  # else its recipe stays that by which it was trained
+            run_folder.create(config, self.resume)
+            self.finished = False
+        else:
+            self.finished = is_finished(self)
         self.checkpointer = Checkpointer(
             config.checkpoint_dir,
             keep=config.checkpoint.keep,
@@ -214,7 +207,10 @@ class Trainer:
 
         Raises Interrupted after SIGINT/SIGTERM (the finished step is saved) and StoppedByMonitor.
         """
-        self.outlet.start(self.progress.step)
+        if self.finished:
+            self.close()
+            return finished_summary(self)
+        self.outlet.start(self)
         try:
             with self._signals:
                 summary = self._train(on_step)
@@ -271,13 +267,10 @@ class Trainer:
         if saved_at != step:
             self.save(summary.get("val_loss"))
         self.checkpointer.wait()
-        return summary
+        return summary | ended(self)
 
     def _finished(self) -> bool:
-        seconds = self.config.train.seconds
-        if seconds is not None and self.progress.seconds >= seconds:
-            return True
-        return self.progress.step >= self.total_steps and not self.by_clock
+        return bool(reached(self, self.progress))
 
     @property
     def by_clock(self) -> bool:
@@ -453,6 +446,8 @@ class Trainer:
             with swapped:
                 averaged = evaluate(self.parallel, self.objective, self._validation(), self.device, self.precision)
             figures = {f"{k}_live": v for k, v in figures.items()} | averaged
+        if not figures["val_tokens"]:  # nothing is held out: no figure is better than one that looks diverged
+            return {}
         loss = figures["val_loss"]
         if loss < self.progress.best_loss:
             self.progress.best_loss = loss

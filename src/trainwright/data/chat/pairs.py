@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainwright.core.batch import Batch
+from trainwright.core.batch import PADDING, Batch
 from trainwright.core.errors import ConfigError, DataError
 from trainwright.core.seeds import derive
 from trainwright.data.chat.conversation import Preference
@@ -47,6 +47,8 @@ class PairReport:
     same: int = 0  # both answers are one text: nothing to prefer
     untrained: int = 0  # a side has no answer to train on
     empty_answer: int = 0  # a side is trained on that says nothing
+    left_out: int = 0  # the template leaves out thoughts, or what is said beside a call
+    parted: int = 0  # an answer begins or ends within a token of the whole text, and others follow
     prompt_repeated: int = 0  # both texts began with the prompt, which was taken away
     prompt_guessed: int = 0  # texts without prompt or a mark such as Assistant:
     bad: int = 0  # rows that are no pair, or that the template refuses
@@ -90,8 +92,9 @@ class PairDataset(torch.utils.data.Dataset[Pair]):
         self.report.pairs = len(self._pairs)
         if not self._pairs:
             raise DataError(f"no pair is left ({self.report})")
-        lost = self.report.rows - self.report.pairs
-        if lost or self.report.cut or self.report.empty_answer or self.report.prompt_guessed:
+        report = self.report
+        told = (report.cut, report.empty_answer, report.left_out, report.parted, report.prompt_guessed)
+        if report.rows > report.pairs or any(told):
             log.warning("preference pairs: %s", self.report)
 
     def _encode(self, example: Any, masker: Masker, too_long: TooLong) -> Pair | None:
@@ -149,7 +152,7 @@ def collate_pairs(
         raise ValueError(f"a side has {longest} tokens and a row {width}; fit the pairs first")
     shape = (len(sides), width)
     tokens, targets = np.full(shape, pad_id, np.int64), np.full(shape, pad_id, np.int64)
-    weights, doc_ids = np.zeros(shape, np.float32), np.ones(shape, np.int32)
+    weights, doc_ids = np.zeros(shape, np.float32), np.full(shape, PADDING, np.int32)
     positions = np.empty(shape, np.int64)
     for r, side in enumerate(sides):
         n = len(side.ids)

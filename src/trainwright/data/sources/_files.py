@@ -18,13 +18,23 @@ from typing import Any, BinaryIO, ClassVar
 
 from pydantic import Field, field_validator
 
-from trainwright.core.errors import ConfigError, DataError
+from trainwright.core.errors import ConfigError, DataError, nearest
 from trainwright.data.sources._split import SplitSource
 from trainwright.data.sources.base import Document, Split
 
 COMPRESSED = (".gz", ".zst")
 BLOCK = 1 << 20  # bytes per read
 MAX_LINE = 1 << 28  # bytes; a longer line is a bad row, and is never held whole
+# Files of rows, whatever source is asked to read them: suffix -> the source that does.
+ROW_FILES = {
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".pq": "parquet",
+}
+PARQUET_MAGIC = b"PAR1"
 
 
 @dataclass(frozen=True)
@@ -78,7 +88,17 @@ def _expand(entry: str, suffixes: tuple[str, ...], key: str) -> tuple[Path, list
         parts = path.parts
         fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
         return Path(*parts[:fixed]), matches
-    raise DataError(f"{key}: {entry} does not exist (looked in {Path.cwd()})")
+    raise DataError(f"{key}: {entry} does not exist (looked in {Path.cwd()}){_near(path)}")
+
+
+def _near(path: Path) -> str:
+    """A clause that names what lies beside the missing ``path`` under a name like its own."""
+    try:
+        names = os.listdir(path.parent)
+    except OSError:
+        return ""
+    guess = nearest(path.name, names)
+    return f"; {guess}" if guess.startswith("did you mean") else ""
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -93,10 +113,14 @@ def _refuse_folder(error: OSError) -> None:
 
 
 def _has_suffix(path: Path, suffixes: tuple[str, ...]) -> bool:
+    return _unpacked_name(path).endswith(suffixes)
+
+
+def _unpacked_name(path: Path) -> str:
     name = path.name.lower()
     for packed in COMPRESSED:
         name = name.removesuffix(packed)
-    return name.endswith(suffixes)
+    return name
 
 
 class _ZstdReader(io.RawIOBase):
@@ -164,16 +188,24 @@ def decode(data: bytes, path: Path, offset: int = 0, line: int | None = None) ->
         text = data.decode()
     except UnicodeDecodeError as error:
         if nul < 0 or error.start < nul:
+            if offset == 0 and data.startswith(PARQUET_MAGIC):
+                raise _is_parquet(where) from None
             hint = "it looks like UTF-16; " if offset == 0 and data[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
             raise DataError(
                 f"{where}: not UTF-8 text: byte 0x{data[error.start]:02x} at byte offset {offset + error.start}; "
                 f"{hint}give a UTF-8 text file (iconv -t UTF-8 converts)"
             ) from None
     if nul >= 0:
+        if offset == 0 and data.startswith(PARQUET_MAGIC):
+            raise _is_parquet(where)
         raise DataError(
             f"{where}: a binary file, not text: NUL byte at byte offset {offset + nul}; give a UTF-8 text file"
         )
     return text
+
+
+def _is_parquet(where: str) -> DataError:
+    return DataError(f"{where}: a parquet file; read it by the source {{name: parquet}}")
 
 
 def numbered_lines(stream: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
@@ -195,6 +227,8 @@ def parse_json(line: bytes, path: Path, offset: int, number: int) -> Any:
     if len(line) > MAX_LINE:
         raise DataError(f"{where}: a line of more than {MAX_LINE >> 20} MiB; write one object a line")
     if number == 1:
+        if line.startswith(PARQUET_MAGIC):
+            raise _is_parquet(where)
         line = line.removeprefix(b"\xef\xbb\xbf")
     text = decode(line, path, offset, number)
     try:
@@ -293,15 +327,33 @@ class FileSource(SplitSource):
     def files(self, split: Split | None = None) -> list[SourceFile]:
         """The source's files in reading order; those of one split where validation_path is given."""
         if self.validation_path is None or split is None:
-            return find_files(self.path, self.suffixes)
-        held_out = find_files(self.validation_path, self.suffixes, "validation_path")
+            return self._found("path")
+        held_out = self._found("validation_path")
         if split == "validation":
             return held_out
         real = {os.path.realpath(f.path) for f in held_out}
-        files = [f for f in find_files(self.path, self.suffixes) if os.path.realpath(f.path) not in real]
+        files = [f for f in self._found("path") if os.path.realpath(f.path) not in real]
         if not files:
             raise DataError(f"source {self.label}: every file of path is in validation_path; none is left for training")
         return files
+
+    def _found(self, key: str) -> list[SourceFile]:
+        """The files of ``path`` or ``validation_path``. Raises DataError where all are rows of a kind not read here."""
+        files = find_files(getattr(self, key), self.suffixes, key)
+        kinds = {next((s for s in ROW_FILES if _unpacked_name(f.path).endswith(s)), "") for f in files}
+        if "" in kinds or not kinds.isdisjoint(self.suffixes):
+            return files  # a folder of many things, whose CSV is text among others
+        kind = min(kinds)
+        raise DataError(
+            f"{key}: {files[0].path} is a {kind} file, which the source {self.name} does not read; a column of its "
+            f"rows as text is read by {{name: {ROW_FILES[kind]}, path: ..., text_key: ...}}"
+        )
+
+    def on_disk(self) -> tuple[int, int]:
+        files = (
+            self.files("train") if self.validation_path is None else [*self.files("train"), *self.files("validation")]
+        )
+        return len(files), sum(size for _, _, size, _ in stat_files(files))
 
     def _has_validation(self) -> bool:
         return self.validation_path is not None

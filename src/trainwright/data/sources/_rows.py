@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from pydantic import Field, PrivateAttr
@@ -83,6 +83,8 @@ class RowOptions(SplitSource):
             raise missing_key(self.text_key, row, where)
         text = row[self.text_key]
         if not isinstance(text, str):
+            if isinstance(text, list) and (hint := _conversations([self.text_key])):
+                raise DataError(f"{where}: field {self.text_key!r} is a list, not a string; {hint}")
             raise DataError(
                 f"{where}: field {self.text_key!r} is {_kind(text)}, not a string; choose another text_key, mend the "
                 f"row, or set skip_bad_rows: true"
@@ -95,9 +97,21 @@ class RowOptions(SplitSource):
 
 def missing_key(key: str, available: Iterable[str], where: str) -> DataError:
     names = [str(a) for a in available]
+    if hint := _conversations(names):
+        return DataError(f"{where}: no field {key!r}; available fields: {', '.join(names)}; {hint}")
     guess = nearest(key, names)
     hint = f"; {guess}" if guess.startswith("did you mean") else ""
     return DataError(f"{where}: no field {key!r}; available fields: {', '.join(names) or 'none'}{hint} (set text_key)")
+
+
+def _conversations(names: Sequence[str]) -> str:
+    """The way out where fields of these names look like conversations or instructions; else empty."""
+    from trainwright.data.chat.conversation import KEYS
+
+    for kind, groups in KEYS.items():
+        if all(any(name in names for name in group) for group in groups):
+            return f"these look like {kind} rows: read them by {{name: chat, path: ...}}, with objective: sft"
+    return ""
 
 
 def _kind(value: Any) -> str:

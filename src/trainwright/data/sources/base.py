@@ -49,6 +49,13 @@ class SourceConfig(MethodConfig):
         Raises DataError naming file and line for missing, empty, binary or malformed input.
         """
 
+    def on_disk(self) -> tuple[int, int] | None:
+        """Number and bytes of the files that it reads, by looking and without reading; None where it reads none.
+
+        Raises DataError for a path that is not there.
+        """
+        return None
+
     @abstractmethod
     def fingerprint(self) -> str:
         """Cheap hash that changes when the input changes (files: path, size, mtime_ns), or a setting that matters."""

@@ -74,6 +74,12 @@ class HfSource(RowOptions):
             return [SourceFile(f, f.relative_to(folder).as_posix()) for f in files]
         return find_files(self.path, tuple(_BUILDERS))
 
+    def on_disk(self) -> tuple[int, int] | None:
+        if self._is_hub_id():
+            return None
+        files = self._files()
+        return len(files), sum(size for _, _, size, _ in stat_files(files))
+
     def _dataset(self, split: str) -> Any:
         try:
             import datasets
@@ -102,6 +108,16 @@ class HfSource(RowOptions):
                     f"path: {self.path} is no folder here and could not be loaded from the hub ({_first_line(error)})"
                 ) from error
             raise DataError(f"{self.label}: cannot be read as a dataset ({_first_line(error)})") from error
+
+    def other_splits(self, split: str) -> dict[str, int]:
+        """Rows of the other splits that a folder of save_to_disk holds."""
+        folder = self._folder()
+        if folder is None or not (folder / "dataset_dict.json").exists():
+            return {}
+        import datasets
+
+        found = datasets.load_from_disk(str(folder))
+        return {str(name): len(rows) for name, rows in found.items() if name != split}
 
     def _pick(self, found: Any, split: str) -> Any:
         if split not in found:

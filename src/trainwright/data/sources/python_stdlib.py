@@ -52,6 +52,10 @@ class PythonStdlibSource(SplitSource):
             )
         return sorted(files, key=lambda f: f.id)
 
+    def on_disk(self) -> tuple[int, int]:
+        files = self.files()
+        return len(files), sum(size for _, _, size, _ in stat_files(files))
+
     def _wanted_folder(self, name: str) -> bool:
         if name in _NOT_THE_LIBRARY or name.startswith(("config-", ".")):
             return False

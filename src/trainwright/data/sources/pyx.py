@@ -167,5 +167,11 @@ class PyxSource(ExampleSource):
         files = None if self.path is None else stat_files(find_files(self.path, SUFFIXES))
         return hash_json("pyx", VERSION, settings, files)
 
+    def on_disk(self) -> tuple[int, int] | None:
+        if self.path is None:
+            return None
+        files = find_files(self.path, SUFFIXES)
+        return len(files), sum(size for _, _, size, _ in stat_files(files))
+
     def _masker(self, tokenizer: Tokenizer) -> JointMasker:
         return JointMasker(tokenizer)
