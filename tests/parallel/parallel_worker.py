@@ -345,6 +345,8 @@ TRAININGS = {
 # Whose bytes are planned and recorded, besides those of trainings: pipelines, and 16-bit products.
 TIED, UNTIED = {"tie_embeddings": True}, {"tie_embeddings": False}
 MIXTURE = {"n_experts": 4, "moe_ffn_dim": 32}
+BALANCED = {**MIXTURE, "balance": "aux_loss"}
+FLEXED = {"name": "flexsp", "tokens_per_rank": 8, "overhead": 0}
 INTERLEAVED, IN_A_V = (
     {"pp": 2, "pipeline": {"schedule": schedule, "stages_per_rank": 2}} for schedule in ("interleaved", "zero_bubble")
 )
@@ -368,7 +370,7 @@ PLANNED = {
         ("pp2_16", {"pp": 2}, "llama", TIED, 2),
         ("pp2_interleaved", INTERLEAVED, "llama", {"n_layers": 4, **TIED}, 2),
         ("pp2_v", IN_A_V, "llama", {"n_layers": 4, **TIED}, 2),
-        ("pp2_moe", {"pp": 2}, "mixtral", {**MIXTURE, "balance": "aux_loss"}, 2),
+        ("pp2_moe", {"pp": 2}, "mixtral", BALANCED, 2),
         ("tp4_16_shard2", {"tp": 2, "dp_shard": 2}, "qwen3", TIED, 2),
         ("tp4_16_replicate2", {"tp": 2}, "qwen3", UNTIED, 2),
         ("pp4_16_shard2", {"pp": 2, "dp_shard": 2}, "llama", TIED, 1),
@@ -380,6 +382,9 @@ PLANNED = {
         ("pp4_cp2", {"pp": 2, "cp": 2}, "qwen3", {"sliding_window": 5, **TIED}, 2),
         ("pp4_cp2_basp", {"pp": 2, "cp": 2, "context": "basp"}, "llama", {}, 2),
         ("pp4_ep2", {"pp": 2, "dp_shard": 2, "ep": 2}, "mixtral", MIXTURE, 2),
+        ("cp2_bytescale_moe", {"cp": 2, "context": {"name": "bytescale", "capacity": 8}}, "mixtral", BALANCED, 4),
+        ("cp2_flexsp_moe", {"cp": 2, "context": FLEXED}, "mixtral", BALANCED, 4),
+        ("pp4_cp2_flexsp_moe", {"pp": 2, "cp": 2, "context": FLEXED}, "mixtral", BALANCED, 2),
     )
 }
 

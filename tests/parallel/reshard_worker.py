@@ -9,6 +9,7 @@ The one-process ends are in test_resharding.py, which shares what is here.
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import shutil
@@ -48,6 +49,18 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "muon": {"name": "muon", "lr": 1e-2},
 }
 MUON = ("one", "replicate", "shard")  # layouts that its step is tried under besides
+# States of other shapes than the weights': of projections, of preconditioners, by group. New bases come in the second
+# half of a run, so that the resumed one makes some.
+FACTORED: dict[str, dict[str, Any]] = {
+    "galore": {"name": "galore", "rank": 4, "gap": 3},
+    "gradnormlorp": {"name": "gradnormlorp", "rank": 4, "gap": 3},
+    "soap": {"name": "soap", "frequency": 3},
+    "numuon": {"name": "numuon"},
+    "adapm": {"name": "adapm", "rank": 4},
+    "spectra": {"name": "spectra"},
+}
+CHAIN = ("one", "shard", "tensor", "shard")  # each reads what the one before wrote
+OPTIMIZERS |= FACTORED
 
 
 def pairs() -> dict[str, list[tuple[str, str, str]]]:
@@ -55,9 +68,11 @@ def pairs() -> dict[str, list[tuple[str, str, str]]]:
     both = [
         (optimizer, source, target)
         for optimizer in OPTIMIZERS
+        if optimizer not in FACTORED
         for source in layouts(optimizer, {**ALONE, **TWO})
         for target in layouts(optimizer, TWO)
     ]
+    both += [(optimizer, *step) for optimizer in FACTORED for step in itertools.pairwise(CHAIN)]
     four = list(FOUR)
     up = [("adamw", source, four[i % len(four)]) for i, source in enumerate(TWO)]
     two = list(TWO)[1:]
@@ -66,7 +81,8 @@ def pairs() -> dict[str, list[tuple[str, str, str]]]:
 
 
 def layouts(optimizer: str, table: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {n: p for n, p in table.items() if optimizer == "adamw" or n in MUON}
+    taken = {"adamw": tuple(table), "muon": MUON}.get(optimizer, CHAIN)
+    return {n: p for n, p in table.items() if n in taken}
 
 
 def recipe(root: Path, optimizer: str, layout: str, parallel: dict[str, Any]) -> RunConfig:

@@ -157,7 +157,8 @@ def test_a_document_is_laid_end_to_end_over_its_group():
     assert torch.equal(torch.cat([p.tokens[0] for p in pieces])[: len(whole)], whole)
     ids = torch.cat([p.doc_ids[0] for p in pieces])
     assert ids.unique_consecutive().numel() == ids.unique().numel()
-    assert (ids >> 24 == 2).all()
+    assert (torch.where(ids < 0, -1 - ids, ids) >> 24 == 2).all()
+    assert (ids < 0).tolist() == [False] * len(whole) + [True] * (len(ids) - len(whole))  # padding is below 0
 
 
 def test_documents_without_weight_are_left_out():

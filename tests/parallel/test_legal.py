@@ -51,6 +51,8 @@ def test_allowed(degrees, settings, arch):
 
 
 LORA, MIXTURE = {"name": "lora", "rank": 4}, {"family": "mixtral", "n_experts": 4}
+SALT = {"name": "salt", "teacher": "unread", "share": 1.0}
+S2 = {"name": "s2_attention", "block_size": 16, "local_blocks": 1, "stride": 2}
 
 
 def recipe(**parts):
@@ -88,8 +90,23 @@ def recipe(**parts):
         ),
         (
             2,
-            {"transforms": ["grass_linear"], "optimizer": "grass", "clip": "none"},
-            r"transforms\.0='grass_linear'.*one process",
+            {"transforms": ["grass_linear"], "optimizer": "grass", "clip": "none", "parallel": {"tp": 2}},
+            r"transforms\.0='grass_linear'.*not with parallel\.tp; leave it out",
+        ),
+        (
+            2,
+            {"transforms": ["grass_linear"], "optimizer": "grass", "clip": "none", "parallel": {"pp": 2}},
+            r"transforms\.0='grass_linear'.*not with parallel\.pp; leave it out",
+        ),
+        (
+            2,
+            {
+                "transforms": ["grass_linear"],
+                "optimizer": "grass",
+                "clip": "none",
+                "parallel": {"dp_shard": 2, "find_unused_parameters": True},
+            },
+            r"transforms\.0='grass_linear'.*find_unused_parameters makes zeros of it",
         ),
         (2, {"memory": ["fused_backward"], "clip": "none"}, "memory='fused_backward': steps before 2 ranks"),
         (
@@ -105,6 +122,50 @@ def recipe(**parts):
             r"parallel\.pipeline\.schedule='zero_bubble'.*parallel\.pp is 1; set pp, or leave it out",
         ),
         (1, {"parallel": {"pipeline": {"layers": [1, 1]}}}, r"parallel\.pipeline\.layers=\[1, 1\].*"),
+        *(
+            (
+                2,
+                {"data": {"sources": ["python_stdlib"], **data}, "parallel": {key: 2}},
+                rf"{says}.*set parallel\.{key}=1",
+            )
+            for key in ("tp", "pp", "cp")
+            for data, says in (
+                ({"selector": {"name": "loss", "update_step": 2, "pool_rows": 32}}, r"data\.selector='loss'"),
+                ({"selector": {"name": "random", "update_step": 2, "pool_rows": 32}}, r"data\.selector='random'"),
+                ({"weighter": "loss"}, r"data\.weighter='loss'"),
+                ({"mixer": {"name": "odm", "update_step": 1}}, r"data\.mixer='odm'"),
+            )
+        ),
+        *(
+            (2, {"objective": SALT, "parallel": {key: 2}}, rf"objective\.name='salt'.*parallel\.{key} divides them")
+            for key in ("tp", "pp", "cp")
+        ),
+        (
+            1,
+            {"objective": SALT, "parallel": {"context": {"name": "sppo", "chunks": 2, "min_chunk": 4}}},
+            r"objective\.name='salt'.*parallel\.context divides them",
+        ),
+        (
+            2,
+            {"objective": {"name": "salt", "teacher": "unread", "steps": 9}, "parallel": {"tp": 2}},
+            r"objective\.steps=9.*the run's 2 steps",
+        ),
+        (1, {"transforms": [{**S2, "block_size": 8}]}, r"block_size=8.*at least 16"),
+        (1, {"transforms": [{**S2, "block_size": 24}]}, r"block_size=24.*power of two"),
+        (2, {"transforms": [{**S2, "stride": 8}], "parallel": {"tp": 2}}, r"stride=8.*"),
+        (2, {"transforms": [{**S2, "dense_layers": [2]}]}, r"dense_layers=\[2\].*layers 0 to 1"),
+        (2, {"transforms": [{**LORA, "rank": 33}]}, r"rank=33.*"),
+        (2, {"transforms": [{**LORA, "targets": ["attn.qq"]}]}, r"targets=.*'attn.qq' matches the end of no linear"),
+        (2, {"parallel": {"sequence_parallel": False, "dp_shard": 2}}, r"sequence_parallel=False.*parallel\.tp is 1"),
+        (2, {"parallel": {"accumulate": "whole"}}, r"parallel\.accumulate='whole'.*is for FSDP2.*set dp_shard"),
+        (2, {"parallel": {"reshard_after_forward": False, "tp": 2}}, r"reshard_after_forward=False.*is for FSDP2"),
+        (2, {"parallel": {"reshard_after_forward": False, "pp": 2}}, r"reshard_after_forward=False.*is for FSDP2"),
+        (2, {"parallel": {"find_unused_parameters": True, "tp": 2}}, r"find_unused_parameters=True.*parallel\.tp"),
+        (
+            4,
+            {"parallel": {"find_unused_parameters": True, "pp": 2, "dp_shard": 2}},
+            r"find_unused_parameters=True.*parallel\.pp",
+        ),
     ],
 )
 def test_recipes_are_refused_before_anything_is_built(world, parts, says):
@@ -131,6 +192,27 @@ def test_recipes_are_refused_before_anything_is_built(world, parts, says):
         (2, {"parallel": {"auto": True, "context": "ulysses", "device_memory": 4.0}}),
         (1, {"parallel": {"context": {"name": "sppo", "chunks": 2, "min_chunk": 4}}}),
         (2, {"parallel": {"cp": 2, "context": "ulysses"}}),
+        (2, {"data": {"sources": ["python_stdlib"], "weighter": "loss", "mixer": {"name": "odm", "update_step": 1}}}),
+        (2, {"data": {"sources": ["python_stdlib"], "mixer": "static"}, "parallel": {"tp": 2}}),
+        (2, {"objective": SALT, "parallel": {"dp_shard": 2}}),
+        (2, {"objective": {**SALT, "weight": 0.0}, "parallel": {"tp": 2}}),
+        (2, {"objective": {**SALT, "share": 0.0}, "parallel": {"pp": 2}}),
+        (2, {"transforms": [S2], "parallel": {"tp": 2}}),
+        (1, {"transforms": [{**S2, "stride": 8, "allow_uncovered": True}]}),
+        (2, {"parallel": {"sequence_parallel": False, "tp": 2}}),
+        (2, {"parallel": {"dp_shard": 2, "accumulate": "whole", "reshard_after_forward": False}}),
+        (2, {"parallel": {"auto": True, "accumulate": "whole", "sequence_parallel": False, "device_memory": 4.0}}),
+        (2, {"parallel": {"find_unused_parameters": True}}),
+        (4, {"parallel": {"find_unused_parameters": True, "tp": 2, "dp_shard": 2}}),
+        (
+            2,
+            {
+                "parallel": {
+                    "find_unused_parameters": True,
+                    "sharding": {"name": "amsp", "parameters": 1, "gradients": 2, "states": 2},
+                }
+            },
+        ),
     ],
 )
 def test_recipes_that_can_run_are_let_through(world, parts):

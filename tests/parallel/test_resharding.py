@@ -22,7 +22,7 @@ TABLE = [
 BY_ONE = [
     (optimizer, source)
     for optimizer in worker.OPTIMIZERS
-    for source in worker.layouts(optimizer, worker.TWO if optimizer == "muon" else {**worker.TWO, **worker.FOUR})
+    for source in worker.layouts(optimizer, {**worker.TWO, **worker.FOUR} if optimizer == "adamw" else worker.TWO)
 ]
 
 

@@ -69,3 +69,47 @@ def test_auto_is_settled_for_the_cluster(capsys, tmp_path):
     cluster = ["--cluster", str(tmp_path / "large.yaml")]
     own = plan(capsys, "parallel=auto", "train.micro_batch_size=1", *cluster, world=8, recipe=LARGE)["own"]
     assert own["layout"]["dp_replicate"] == 8
+
+
+def test_only_what_is_trained_is_reduced(capsys):
+    """Adapters of rank 4 against the whole model, of which DDP sends the gradient; so the layouts are ranked anew."""
+    whole = plan(capsys, world=2)["own"]
+    adapters = plan(capsys, "transforms=[{name: lora, rank: 4}]", world=2)["own"]
+    sent = {t["what"]: t["bytes"] for t in adapters["transfers"]}["gradients"]
+    dim, kv, ffn = 64, 32, 192
+    sides = 2 * (dim + dim) + 2 * (dim + kv) + 3 * (dim + ffn)  # in + out of q and o, k and v, and the feed-forward
+    assert sent == 4 * 4 * 4 * sides  # layers, rank, bytes
+    assert whole["bytes"] > 5 * adapters["bytes"] and whole["state_gb"] > 2 * adapters["state_gb"]
+
+
+@pytest.mark.parametrize(
+    "settings, says",
+    [
+        (["optimizer=adamw", "parallel.dp_shard=2"], None),
+        (["optimizer=muon", "parallel.dp_shard=2"], None),
+        (["optimizer=soap", "parallel.dp_shard=2"], "soap, whose exchange"),
+        (["optimizer={name: muon, inner: adafactor}", "parallel.tp=2"], "adafactor, whose exchange"),
+        (["optimizer=soap"], None),  # replicas step alike
+        (["optimizer=soap", "parallel.pp=2"], None),
+        (["optimizer={name: numuon, schedule: cosine}", "parallel.dp_shard=2"], "numuon until its rank is at its end"),
+        (["optimizer=grass", "transforms=[grass_linear]", "clip=none"], "grass_linear adds up slices of gradients"),
+        (
+            [
+                "parallel={pp: 2, pipeline: {schedule: zero_bubble, stages_per_rank: 2}}",
+                "memory=[activation_checkpointing]",
+            ],
+            "what recomputation sends again: zero_bubble",
+        ),
+    ],
+)
+def test_what_is_not_counted_is_named(capsys, settings, says):
+    left = plan(capsys, *settings, world=2)["not_counted"]
+    assert len(left) == (says is not None) and (says or "") in "".join(left)
+    assert run(["plan", "comm", *RECIPE, *settings, "--world", "2"]) == 0
+    assert ("Not counted: " in capsys.readouterr().out) == (says is not None)
+
+
+def test_auto_may_leave_a_setting_without_a_use(capsys):
+    """As in a training: a context for rows that no rank has to share."""
+    own = plan(capsys, "parallel={auto: true, context: ulysses, accumulate: whole}", world=2)["own"]
+    assert own["layout"]["cp"] == own["layout"]["dp_shard"] == 1

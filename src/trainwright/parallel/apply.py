@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -22,8 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from trainwright.core.batch import Batch
 from trainwright.core.divided import Division
 from trainwright.core.errors import ConfigError
+from trainwright.core.sliced_gradient import add_up, is_offered
 from trainwright.models.base import LanguageModel
 from trainwright.models.moe import MoE
+from trainwright.models.transforms.grass_linear import follow_sharding
 from trainwright.parallel.comm.sums import total_of_each
 from trainwright.parallel.config import ParallelConfig, context_method
 from trainwright.parallel.context.base import ContextParallel, Stages
@@ -46,6 +48,7 @@ class Parallelized:
     pipeline: Any = None  # this rank's stages; None: the whole model is here
     sharding: Any = None  # what shards it, where that is neither DDP nor FSDP2 (parallel/amsp)
     chunks: Any = None  # rows go chunk by chunk (parallel/sppo/rows.py); None: whole
+    sliced: Sequence[Tensor] = ()  # parameters of which slices of gradients are added up (core/sliced_gradient.py)
 
     @contextmanager
     def no_sync(self, *, last_micro_batch: bool) -> Iterator[None]:
@@ -67,6 +70,8 @@ class Parallelized:
             sharded.set_requires_gradient_sync(last_micro_batch or self.accumulate == "sharded")
             sharded.set_requires_all_reduce(last_micro_batch)
         yield
+        if last_micro_batch and self.sliced:
+            add_up(self.sliced)
 
     @contextmanager
     def one_gradient(self) -> Iterator[None]:
@@ -148,15 +153,17 @@ def parallelize(
     sharded = degrees.dp_shard > 1 or degrees.ep > 1
     trained = any(p.requires_grad for p in model.parameters())
     reduced = mesh.dp_size * degrees.cp > 1 and trained  # else no gradient has to be added up
+    # DDP takes plain parameters with a gradient each, and one backward pass a forward pass; else FSDP2's machinery
+    # replicates.
+    unlike_ddp = degrees.tp > 1 or chunks is not None or any(is_offered(p) for p in model.parameters())
     with fill_from_first_rank(model, device) if from_first else contextlib.nullcontext():
         _cut_layers(model, mesh, config)
         experts_over = _spread_experts(model, mesh)
-        # DDP takes plain parameters, and one backward pass a forward pass; the rest is replicated by FSDP2's machinery.
-        if sharded or (reduced and (degrees.tp > 1 or chunks is not None)):
+        if sharded or (reduced and unlike_ddp):
             _fully_shard(model, mesh, config, precision, experts_over)
         model = model.to_empty(device=device) if _on_meta(model) else model.to(device)
-    if sharded or not reduced or degrees.tp > 1 or chunks is not None:
-        return Parallelized(model, model, accumulate=config.accumulate, **spread)
+    if sharded or not reduced or unlike_ddp:
+        return Parallelized(model, model, accumulate=config.accumulate, sliced=follow_sharding(model), **spread)
     wrapped = _Replica(
         model,
         process_group=mesh.group("dp_replicate", "cp"),
@@ -222,10 +229,10 @@ def _spread_context(model: LanguageModel, mesh: Mesh, config: ParallelConfig) ->
     decoder.plan_attention = context.plan
     for block in decoder.blocks:
         block.attn.attend = context.attend
-    if context.together:
-        group = mesh.group("cp")
-        for moe in (m for m in model.modules() if isinstance(m, MoE)):
-            moe.summed_also(lambda x: total_of_each(x, group))
+    group = mesh.group("cp")
+    for moe in (m for m in model.modules() if isinstance(m, MoE)):
+        context.experts = True
+        moe.summed_also(lambda x: total_of_each(x, group))
     return context
 
 

@@ -99,8 +99,9 @@ def check_parts(degrees: Degrees, config: Any, arch: Architecture | None, rows: 
     micro_batch_size  rows
     """
     _check_used(degrees, config.parallel)
+    _check_divided(degrees, config)
     for i, transform in enumerate(config.transforms):
-        why = _why_not(transform, degrees, arch)
+        why = _why_not(transform, degrees, arch, config.parallel)
         if why is not None:
             raise ConfigError(why, key=f"transforms.{i}", value=transform.name)
     if any(method.name == "fused_backward" for method in config.memory):
@@ -126,14 +127,79 @@ def _check_used(degrees: Degrees, parallel: ParallelConfig) -> None:
                     key=f"parallel.pipeline.{key}",
                     value=value,
                 )
-
-
-def _why_not(transform: Any, degrees: Degrees, arch: Architecture | None) -> str | None:
-    if transform.name == "grass_linear" and degrees.world_size > 1:
-        return (
-            f"is for one process, and {degrees.world_size} ranks have whole gradients to add up (DDP) or to shard "
-            "(FSDP2, tensor parallelism); leave it out, optimizer=grass works without"
+    if parallel.auto:  # may leave any of them without a use
+        return
+    if degrees.tp == 1 and parallel.tensor is None and not parallel.sequence_parallel:
+        raise ConfigError(
+            "says how tensor-parallel ranks hold the stream, and parallel.tp is 1; set tp, or leave it out",
+            key="parallel.sequence_parallel",
+            value=False,
         )
+    sharded = degrees.dp_shard > 1 or degrees.ep > 1
+    for key, default in (("accumulate", "sharded"), ("reshard_after_forward", True)):
+        value = getattr(parallel, key)
+        if not sharded and value != default:
+            raise ConfigError(
+                "is for FSDP2, and parallel.dp_shard is 1; set dp_shard, or leave it out",
+                key=f"parallel.{key}",
+                value=value,
+            )
+    if parallel.find_unused_parameters and parallel.sharding is None:
+        unlike_ddp = degrees.tp > 1 or sppo_of(parallel) is not None
+        if degrees.pp > 1 or (unlike_ddp and not sharded):
+            key = next((k for k in ("pp", "tp") if getattr(degrees, k) > 1), "context")
+            raise ConfigError(
+                f"is for DDP and for FSDP2 without a pipeline, and with parallel.{key} there is neither; leave it out",
+                key="parallel.find_unused_parameters",
+                value=True,
+            )
+
+
+def _check_divided(degrees: Degrees, config: Any) -> None:
+    """Parts that want whole rows and the whole model on each rank."""
+    divided = next((key for key in ("tp", "cp", "pp") if getattr(degrees, key) > 1), None)
+    if divided is not None:
+        from trainwright.data.mixers.base import UpdatingMixerConfig
+
+        data = config.data
+        for key, looks in (
+            ("mixer", isinstance(data.mixer, UpdatingMixerConfig)),
+            ("selector", data.selector.selects),
+            ("weighter", data.weighter.weighs),
+        ):
+            if looks:
+                raise ConfigError(
+                    f"chooses data by what the model says of whole rows, and works with data parallelism alone; set "
+                    f"parallel.{divided}=1, and use dp_replicate or dp_shard",
+                    key=f"data.{key}",
+                    value=getattr(data, key).name,
+                )
+    if config.objective.name == "salt":
+        divided = divided or ("context" if sppo_of(config.parallel) is not None else None)
+        if divided is not None and _has_teacher(config):
+            raise ConfigError(
+                f"takes a whole row and the whole head on each rank, and parallel.{divided} divides them; train with "
+                "dp_replicate or dp_shard, or with objective=next_token",
+                key="objective.name",
+                value="salt",
+            )
+
+
+def _has_teacher(config: Any) -> bool:
+    """Whether soft labels are asked for; where the run's length is not known yet, whether a share of it has them."""
+    salt, total = config.objective, config.train.known_steps
+    if salt.weight == 0:
+        return False
+    try:
+        steps = salt.stage_steps(total) if total is not None else salt.share if salt.steps is None else salt.steps
+    except ConfigError as error:
+        raise error.under("objective") from None
+    return bool(steps > 0)
+
+
+def _why_not(transform: Any, degrees: Degrees, arch: Architecture | None, parallel: ParallelConfig) -> str | None:
+    if transform.name == "grass_linear":
+        return _why_not_sliced(degrees, parallel)
     if transform.name != "lora":
         return None
     if degrees.tp > 1:
@@ -143,6 +209,23 @@ def _why_not(transform: Any, degrees: Degrees, arch: Architecture | None) -> str
             "puts adapters in experts, and parallel.ep spreads plain ones; set ep=1, or name layers that are no "
             "experts in targets, such as attn.(q|k|v|o)"
         )
+    return None
+
+
+def _why_not_sliced(degrees: Degrees, parallel: ParallelConfig) -> str | None:
+    """Slices are added up over ranks that hold the same weights or shards of whole ones, and nothing else."""
+    out = "leave it out, optimizer=grass works without"
+    for key in ("tp", "pp", "ep"):
+        if getattr(degrees, key) > 1:
+            return f"adds slices of gradients up over replicas and FSDP2's shards, and not with parallel.{key}; {out}"
+    if degrees.world_size == 1:
+        return None
+    if parallel.sharding is not None:
+        return f"adds slices of gradients up itself, and parallel.sharding takes whole ones; {out}"
+    if sppo_of(parallel) is not None:
+        return f"adds slices of gradients up after whole rows, and parallel.context=sppo cuts these; {out}"
+    if parallel.find_unused_parameters:
+        return f"gives no gradient where it gives a slice, and parallel.find_unused_parameters makes zeros of it; {out}"
     return None
 
 

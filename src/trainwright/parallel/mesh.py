@@ -85,6 +85,15 @@ class Mesh:
         """Which rows this process sees: the same for all ranks of one tensor, context or pipeline group."""
         return self.rank_in("dp_replicate") * self.degrees.dp_shard + self.rank_in("dp_shard")
 
+    def draws_apart(self, sequence_parallel: bool) -> tuple[object, ...]:
+        """Labels for the seed of what training draws (dropout): other ones on ranks that hold other tokens or layers,
+        the same where ranks hold the same stream, whose masks have to agree.
+
+        sequence_parallel  tensor-parallel ranks hold other tokens of the stream
+        """
+        dims = ("pp", "cp", "tp") if sequence_parallel else ("pp", "cp")
+        return (self.dp_rank, *(f"{dim}{here}" for dim in dims if (here := self.rank_in(dim))))
+
     def rank_in(self, dim: str) -> int:
         """This process's coordinate along ``dim``; 0 where the degree is 1."""
         sub = self.submesh(dim)

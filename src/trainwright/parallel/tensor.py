@@ -248,14 +248,16 @@ class _WholeExperts(MoE):
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
         return self._tp.whole(self.gate), self._tp.whole(self.up), self._tp.whole(self.down)
 
-    def _there(self, shape: torch.Size, device: torch.device) -> Tensor | None:
+    def _there(self, there: Tensor | None, shape: torch.Size, device: torch.device) -> Tensor | None:
         """The stream is filled up to a multiple of the ranks, behind the last token."""
         tp = self._tp
-        if tp.length % tp.mesh.size() == 0:
-            return None
         batch, here, _ = shape
-        slots = torch.arange(here, device=device) + tp.mesh.get_local_rank() * here
-        return (slots < tp.length).float().repeat(batch).unsqueeze(1)
+        missing = here * tp.mesh.size() - tp.length
+        if there is None and not missing:
+            return None
+        if there is None:
+            there = torch.ones(batch, tp.length, dtype=torch.bool, device=device)
+        return nn.functional.pad(there, (0, missing)).narrow(1, tp.mesh.get_local_rank() * here, here).flatten()
 
 
 def _swap(module: nn.Module, cls: type, tp: TensorParallel) -> None:

@@ -26,12 +26,16 @@ def transfers(
     micro_steps: int,
     gathered_bytes: int,
     reduced_bytes: int,
+    trained: Sequence[Sequence[tuple[int, ...]]],
 ) -> Iterator[Transfer]:
-    """``groups``: shapes of the root's parameters, then of each block's."""
+    """``groups``: shapes of the root's parameters, then of each block's; ``trained``: of those that are trained."""
     from trainwright.planning.comm_plan import Transfer
 
     p, g, o = chain.parameters, chain.gradients, chain.states
-    chunks = [sum(math.ceil(s[0] / o) * math.prod(s[1:]) for s in shapes) for shapes in groups]
+    chunks, reduced = (
+        [sum(math.ceil(s[0] / o) * math.prod(s[1:]) for s in shapes) for shapes in some] for some in (groups, trained)
+    )
+    reduced = [size for size in reduced if size]
 
     def transfer(
         kind: str, members: int, span: int, sizes: Sequence[int], times: int, calls: int, what: str
@@ -39,17 +43,17 @@ def transfers(
         sent = times * sum(bytes_sent(kind, size, members) for size in sizes)
         return Transfer(kind, OVER, members, calls, sent, what, overlaps=True, span=span)
 
-    layers = len(chunks)
+    layers = len(reduced)
     again = [*chunks, *chunks[1:]]
     yield transfer("all_gather", p, p, [o // p * c * gathered_bytes for c in again], micro_steps,
                    micro_steps * len(again), "parameters")  # fmt: skip
-    yield transfer("reduce_scatter", g, g, [o * c * reduced_bytes for c in chunks], micro_steps,
+    yield transfer("reduce_scatter", g, g, [o * c * reduced_bytes for c in reduced], micro_steps,
                    micro_steps * layers, "gradients")  # fmt: skip
-    yield transfer("reduce_scatter", o // g, o, [o // g * c * reduced_bytes for c in chunks], 1, layers,
+    yield transfer("reduce_scatter", o // g, o, [o // g * c * reduced_bytes for c in reduced], 1, layers,
                    "shards of gradients")  # fmt: skip
-    yield transfer("all_reduce", ranks // o, ranks, [c * reduced_bytes for c in chunks], 1, layers,
+    yield transfer("all_reduce", ranks // o, ranks, [c * reduced_bytes for c in reduced], 1, layers,
                    "gradients of replicas")  # fmt: skip
-    yield transfer("all_gather", o // p, o, [c * gathered_bytes for c in chunks], 1, layers,
+    yield transfer("all_gather", o // p, o, [c * gathered_bytes for c in chunks], 1, len(chunks),
                    "updated values")  # fmt: skip
 
 

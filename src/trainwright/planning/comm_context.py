@@ -24,7 +24,7 @@ from trainwright.parallel.context.base import Stages
 from trainwright.parallel.context.flexsp import FlexSPContext, Span, documents, largest_share
 from trainwright.parallel.mesh import DIMENSIONS
 from trainwright.parallel.pipeline.legal import legal_micro_batches
-from trainwright.planning import comm_stages
+from trainwright.planning import comm_passes, comm_stages
 from trainwright.planning.comm_plan import Transfer, Work
 from trainwright.planning.flexsp import Plan
 
@@ -64,7 +64,7 @@ def transfers(work: Work, degrees: Degrees, config: ParallelConfig, sizes: Seque
 
 def rows_spread(work: Work, degrees: Degrees, config: ParallelConfig, sizes: Sequence[int]) -> Iterator[Transfer]:
     """Of ring, Ulysses and both: all layers."""
-    arch, cp, layers = work.arch, degrees.cp, work.arch.n_layers
+    arch, cp = work.arch, degrees.cp
     method: Any = context_method(config)
     spread = getattr(method, "ulysses_of", None)
     if spread is None:
@@ -75,19 +75,24 @@ def rows_spread(work: Work, degrees: Degrees, config: ParallelConfig, sizes: Seq
     kv = kv if kv % u == 0 else math.lcm(kv, u)
     tokens = sum(sizes) * work.seq_len // cp
     per_head = tokens * arch.head_dim * work.activation_bytes
+    found = comm_passes.layers(work)
     if u > 1:
-        sent = sum(2 * 2 * bytes_sent("all_to_all", h * per_head, u) for h in (heads, kv))
-        yield Transfer("all_to_all", ("cp",), u, 8 * layers * len(sizes), layers * sent, "heads for tokens")
+        moves = [one.heads_moved for one in found]
+        calls = len(sizes) * sum(map(sum, moves))
+        sent = sum(a * bytes_sent("all_to_all", heads * per_head, u) for a, _ in moves)
+        sent += sum(b * bytes_sent("all_to_all", kv * per_head, u) for _, b in moves)
+        yield Transfer("all_to_all", ("cp",), u, calls, sent, "heads for tokens")
     if r > 1:
         keys = kv // u * per_head * u  # of a group's tokens, this rank's heads
-        passes, back = 2 * (r - 1) + 2 * (r - 1), 2 * r
+        back = sum(one.attention for one in found)
+        passes = 2 * (r - 1) * (sum(one.forward for one in found) + back)
         wide = max(4, work.activation_bytes) // work.activation_bytes  # gradients, which are sums on their way
         yield Transfer(
             "send",
             ("cp",),
             r,
-            (passes + back) * layers * len(sizes),
-            (passes + back * wide) * layers * keys,
+            (passes + 2 * r * back) * len(sizes),
+            (passes + 2 * r * back * wide) * keys,
             "keys and values round the ring",
             True,
         )
@@ -123,6 +128,17 @@ def passed_on(work: Work, degrees: Degrees, config: ParallelConfig, sizes: Seque
     return len(shapes) // degrees.cp, sum(map(math.prod, shapes)) // degrees.cp
 
 
+def micro_batches(work: Work, degrees: Degrees, config: ParallelConfig, sizes: Sequence[int]) -> int:
+    """That a rank computes in a step."""
+    method: Any = context_method(config)
+    if degrees.pp > 1 or method.name not in ("bytescale", "flexsp"):
+        return passed_on(work, degrees, config, sizes)[0]
+    batch = _batch(_lengths(work, degrees, method, sizes))
+    if method.name == "flexsp":
+        return len(_flexsp_plan(work, degrees, config, sizes, batch)[0].micro_batches)
+    return len(_context(degrees, config, 0).micro_batches(batch, _rows(work, degrees, method, sizes)))
+
+
 def _legal(degrees: Degrees, config: ParallelConfig) -> Callable[[int], int]:
     return functools.partial(legal_micro_batches, config.pipeline, degrees.pp)
 
@@ -152,12 +168,17 @@ def _basp(
     method: Any = context_method(config)
     (heads, kv), arch, cp = _heads(work, degrees), work.arch, degrees.cp
     windows = comm_stages.windows(work, degrees, config)
+    of_queries, of_keys = (sum(n) for n in zip(*(one.heads_moved for one in comm_passes.layers(work)), strict=True))
     padded = Counter(basp.padded_rows(rows, cp, method.padding) for rows in sizes)
     for rows, times in sorted(padded.items()):
         size = basp.group_size(rows, cp)
-        sent = basp.bytes_sent(rows, work.seq_len, heads, kv, arch.head_dim, cp, work.activation_bytes)
-        calls = times * arch.n_layers
-        yield Transfer("all_to_all", ("cp",), size, 8 * calls, calls * sent, f"heads for tokens in groups of {size}")
+        # Of all eight, four of them as many heads as queries have.
+        both, queries = (
+            basp.bytes_sent(rows, work.seq_len, heads, n, arch.head_dim, cp, work.activation_bytes) for n in (kv, 0)
+        )
+        sent = times * (of_queries * queries + of_keys * (both - queries)) // 4
+        calls = times * (of_queries + of_keys)
+        yield Transfer("all_to_all", ("cp",), size, calls, sent, f"heads for tokens in groups of {size}")
         sent = bytes_sent("all_gather", rows * work.seq_len // cp * 4, size)
         yield Transfer("all_gather", ("cp",), size, times * windows, times * windows * sent, "document ids")
 
@@ -173,19 +194,20 @@ def _pieces(
 ) -> Iterator[Transfer]:
     method: Any = context_method(config)
     cp, pp, batch, windows = degrees.cp, degrees.pp, _batch(lengths), _windows(work)
+    # Keys go forward, perhaps again backward, and their gradients back; once more where all is made again.
+    ways = [one.forward + one.attention * (1 if method.keep_keys else 2) for one in comm_passes.layers(work)]
     messages = tokens = 0
     for rank in range(cp):
         context = _context(degrees, config, rank)
         for micro in context.micro_batches(batch, _rows(work, degrees, method, sizes)):
             for window in set(windows):
                 plan = context.plan(micro.doc_ids, *micro.tokens.shape, window, torch.device("cpu"))
-                layers = windows.count(window)
-                messages += layers * len(plan.send)
-                tokens += layers * sum(index.numel() for _, index in plan.send)
-    ways = 2 if method.keep_keys else 3  # keys forward, perhaps again, and their gradients back
+                times = sum(n for n, w in zip(ways, windows, strict=True) if w == window)
+                messages += times * len(plan.send)
+                tokens += times * sum(index.numel() for _, index in plan.send)
     sent = 2 * _heads(work, degrees)[1] * work.arch.head_dim * work.activation_bytes * tokens
     each = cp * pp
-    yield Transfer("send", ("cp",), cp, ways * messages // each, ways * sent // each, "keys and values", True)
+    yield Transfer("send", ("cp",), cp, messages // each, sent // each, "keys and values", True)
     for dim, ranks in (("cp", cp), ("pp", pp)):
         told = bytes_sent("all_gather", 8, ranks)
         yield Transfer("all_gather", (dim,), ranks, 1, told, "that plans are equal")
@@ -202,7 +224,8 @@ def _flexsp(
     work: Work, degrees: Degrees, config: ParallelConfig, sizes: Sequence[int], lengths: Sequence[Sequence[int]]
 ) -> Iterator[Transfer]:
     (heads, kv), arch, cp = _heads(work, degrees), work.arch, degrees.cp
-    windows, layers = comm_stages.windows(work, degrees, config) / degrees.pp, arch.n_layers / degrees.pp
+    windows = comm_stages.windows(work, degrees, config) / degrees.pp
+    of_queries, of_keys = (sum(n) for n in zip(*(one.heads_moved for one in comm_passes.layers(work)), strict=True))
     found: dict[int, list[int]] = {}  # by group size: tokens of a micro-batch on a rank, of all ranks
     plan, spans = _flexsp_plan(work, degrees, config, sizes, _batch(lengths))
     least = largest_share(plan, spans) if degrees.pp > 1 else 1
@@ -214,12 +237,20 @@ def _flexsp(
     for size, shares in sorted(found.items()):
         per_head = arch.head_dim * work.activation_bytes
         more = kv if kv % size == 0 else math.lcm(kv, size)  # repeated first
-        moved = sum(4 * bytes_sent("all_to_all", h * n * per_head, size) for h in (heads, more) for n in shares)
+        moved = sum(
+            times * bytes_sent("all_to_all", h * n * per_head, size)
+            for times, h in ((of_queries, heads), (of_keys, more))
+            for n in shares
+        )
         calls = len(shares)
         yield Transfer(
-            "all_to_all", ("cp",), size, int(8 * layers * calls / cp), int(layers * moved / cp),
+            "all_to_all",
+            ("cp",),
+            size,
+            (of_queries + of_keys) * calls // (cp * degrees.pp),
+            moved // (cp * degrees.pp),
             f"heads for tokens in groups of {size}",
-        )  # fmt: skip
+        )
         sent = windows * sum(bytes_sent("all_gather", 4 * n, size) for n in shares)
         yield Transfer("all_gather", ("cp",), size, math.ceil(windows * calls / cp), int(sent / cp), "document ids")
     if degrees.world_size > cp:

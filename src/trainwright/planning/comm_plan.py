@@ -25,7 +25,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from trainwright.parallel.legal import check_cut
 from trainwright.parallel.mesh import DIMENSIONS
 from trainwright.parallel.pipeline.legal import check_pipeline
 from trainwright.parallel.sppo.sppo import sppo_of
-from trainwright.planning import comm_stages
+from trainwright.planning import comm_passes, comm_stages
 from trainwright.planning.amsp_comm import chain_of, reduced_bytes_of
 from trainwright.planning.amsp_comm import state_bytes as sharded_state_bytes
 from trainwright.planning.amsp_comm import transfers as amsp_transfers
@@ -98,6 +98,15 @@ class Transfer:
 
 
 @dataclass(frozen=True)
+class Exchange:
+    """Matrices of which an optimizer needs each whole (optim/whole.py), in one call."""
+
+    names: tuple[str, ...]
+    number_bytes: int  # as they are sent
+    columns: int = 1  # tensors of each that go to the rank that computes with it; one comes back
+
+
+@dataclass(frozen=True)
 class Work:
     """A step, apart from how it is shared: shapes of the model's parameters by name, and what goes through it."""
 
@@ -114,10 +123,17 @@ class Work:
     lengths: tuple[tuple[int, ...], ...] | None = None  # of the documents of each row; None: a row is one
     exits: int = 0  # early ones; their parameters are among the shapes
     exit_settings: Any = None  # of these (models/early_exit.py); stages of a pipeline go by them
+    frozen: frozenset[str] = frozenset()  # parameters that are not trained
+    recomputed: frozenset[int] = frozenset()  # layers whose activations are made again in the backward pass
+    exchanges: tuple[Exchange, ...] = ()  # of the optimizer
 
     @property
     def tied(self) -> bool:
         return self.arch.tie_embeddings
+
+    @property
+    def trained(self) -> dict[str, tuple[int, ...]]:
+        return {name: shape for name, shape in self.shapes.items() if name not in self.frozen}
 
     def local_rows(self, degrees: Degrees) -> tuple[int, int]:
         """Rows of a step, and of a micro-batch, on each of the ranks that see different rows."""
@@ -156,14 +172,29 @@ class Prediction:
 
 
 def planned_transfers(work: Work, degrees: Degrees, config: ParallelConfig) -> list[Transfer]:
-    """What one rank sends in the forward and backward passes of a step. Weights of all tokens are above 0.
+    """What one rank sends in the forward and backward passes of a step, and for ``work.exchanges`` in the optimizer's
+    step. Weights of all tokens are above 0.
 
-    Pipelines: the mean over the stages. Recomputation of activations is not counted.
+    Pipelines: the mean over the stages. What :func:`left_out` names is not counted.
     """
     return [t for t in _transfers(work, degrees, config) if t.ranks > 1 and t.bytes]
 
 
+def left_out(work: Work, degrees: Degrees, config: ParallelConfig) -> str | None:
+    """What of the passes themselves is not counted, and why."""
+    if degrees.pp > 1 and config.pipeline.schedule == "zero_bubble" and work.recomputed:
+        return (
+            "what recomputation sends again: zero_bubble goes backward through a stage in many parts, and activations "
+            "are made anew for each (1f1b and interleaved make them once)"
+        )
+    return None
+
+
 def _transfers(work: Work, degrees: Degrees, config: ParallelConfig) -> Iterator[Transfer]:
+    from trainwright.planning import comm_optimizer, comm_tensor
+
+    if left_out(work, degrees, config) is not None:
+        work = replace(work, recomputed=frozenset())
     world = degrees.world_size
     yield Transfer("all_reduce", DIMENSIONS, world, 1, bytes_sent("all_reduce", 8, world), "weight of the batch")
     rows, micro_rows = work.local_rows(degrees)
@@ -172,19 +203,20 @@ def _transfers(work: Work, degrees: Degrees, config: ParallelConfig) -> Iterator
         sizes = [math.ceil(rows / len(sizes))] * len(sizes)
     yield from comm_stages.mean(_data_parallel(work, degrees, config, len(sizes)), degrees.pp)
     if degrees.tp > 1:
-        yield from comm_stages.mean(_tensor_parallel(work, degrees, config, sizes), degrees.pp)
+        yield from comm_stages.mean(comm_tensor.tensor_parallel(work, degrees, config, sizes), degrees.pp)
     if degrees.ep > 1:
-        yield from comm_stages.mean(_expert_parallel(work, degrees, sizes), degrees.pp)
+        yield from comm_stages.mean(comm_tensor.expert_parallel(work, degrees, sizes), degrees.pp)
     if degrees.cp > 1:
         yield from _context_parallel(work, degrees, config, sizes)
     if degrees.pp > 1:
-        embed = _tensor_shard("embed.weight", work.shapes["embed.weight"], degrees.tp)
-        head = _shard_numbers(embed, _shards(degrees)) * work.parameter_bytes
+        embed = tensor_shard("embed.weight", work.shapes["embed.weight"], degrees.tp)
+        head = shard_numbers(embed, shards(degrees)) * work.parameter_bytes
         stream = work.stream_bytes(degrees, config)
         yield from comm_stages.passed_on(work, degrees, config, sizes, stream, head)
+    yield from comm_optimizer.transfers(work, degrees, config)
 
 
-def _shards(degrees: Degrees) -> int:
+def shards(degrees: Degrees) -> int:
     """Ranks that FSDP2 divides a gradient over."""
     return degrees.dp_shard * degrees.cp if _sharded(degrees) else 1
 
@@ -199,12 +231,12 @@ def _groups(work: Work, degrees: Degrees, config: ParallelConfig) -> list[comm_s
         if degrees.ep > 1 and len(shape) == 3:
             continue
         block = name.split(".")[1] if name.startswith("blocks.") and (degrees.ep == 1 or "router" not in name) else ""
-        blocks.setdefault(block, []).append((name, _tensor_shard(name, shape, degrees.tp)))
+        blocks.setdefault(block, []).append((name, tensor_shard(name, shape, degrees.tp)))
     root, *rest = (blocks[key] for key in sorted(blocks, key=lambda k: int(k or -1)))
     return [*([root] if degrees.pp == 1 else comm_stages.groups(work, degrees, config, root)), *rest]
 
 
-def _tensor_shard(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
+def tensor_shard(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
     """Shape of a rank's part of a parameter."""
     if tp == 1 or len(shape) == 3 or "norm" in name or "router" in name:
         return shape
@@ -214,7 +246,7 @@ def _tensor_shard(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]
     return tuple(math.ceil(n / tp) if i == dim else n for i, n in enumerate(shape))
 
 
-def _shard_numbers(shape: Sequence[int], n: int) -> int:
+def shard_numbers(shape: Sequence[int], n: int) -> int:
     """Numbers of a shard, padding included: FSDP2 cuts the first dimension and pads it up."""
     return math.ceil(shape[0] / n) * math.prod(shape[1:])
 
@@ -222,138 +254,80 @@ def _shard_numbers(shape: Sequence[int], n: int) -> int:
 def _data_parallel(work: Work, degrees: Degrees, config: ParallelConfig, micro: int) -> Iterator[Transfer]:
     """Of all stages of a pipeline, which gather and reduce once a step."""
     groups = _groups(work, degrees, config)
-    numbers = sum(math.prod(shape) for group in groups for _, shape in group)
+    trained = [[p for p in group if p[0] not in work.frozen] for group in groups]
     if (chain := chain_of(config, degrees.world_size)) is not None:
-        shapes = [[shape for _, shape in group] for group in groups]
+        shapes, reduced_shapes = ([[shape for _, shape in group] for group in some] for some in (groups, trained))
         reduced = reduced_bytes_of(config, work.gathered_bytes, work.reduced_bytes)
-        yield from amsp_transfers(shapes, chain, degrees.world_size, micro, work.gathered_bytes, reduced)
+        yield from amsp_transfers(
+            shapes, chain, degrees.world_size, micro, work.gathered_bytes, reduced, reduced_shapes
+        )
         return
     if degrees.dp_shard == 1 and degrees.ep == 1:
         n = degrees.dp_replicate * degrees.cp
-        size = numbers * work.reduced_bytes
+        size = sum(math.prod(shape) for group in trained for _, shape in group) * work.reduced_bytes
         yield Transfer(
             "all_reduce", ("dp_replicate", "cp"), n, 1, bytes_sent("all_reduce", size, n), "gradients", overlaps=True
         )
         return
     n, over = degrees.dp_shard * degrees.cp, ("dp_shard", "cp")
-    shards = [sum(_shard_numbers(shape, n) for _, shape in group) for group in groups]
+    gathered, kept = (
+        [sum(shard_numbers(shape, n) for _, shape in group) for group in some] for some in (groups, trained)
+    )
+    kept = [size for size in kept if size]  # of gradients
     times = micro if config.accumulate == "sharded" else 1
     reshard = config.reshard_after_forward
     if degrees.pp > 1:
         micro, times, reshard = 1, 1, False
-    gathered = (sum(shards) + (sum(shards[1:]) if reshard else 0)) * work.gathered_bytes
-    calls = micro * (len(shards) + (len(shards) - 1 if reshard else 0))
-    yield Transfer("all_gather", over, n, calls, micro * bytes_sent("all_gather", gathered, n), "parameters", True)
-    whole = sum(shards) * n * work.reduced_bytes
-    yield Transfer(
-        "reduce_scatter",
-        over,
-        n,
-        times * len(shards),
-        times * bytes_sent("reduce_scatter", whole, n),
-        "gradients",
-        True,
-    )
+    if reshard:  # blocks, behind the root
+        again = comm_passes.gathered_again(work)
+        gathered = [*gathered, *(size for size, here in zip(gathered[1:], again, strict=True) if here)]
+    sent = micro * bytes_sent("all_gather", sum(gathered) * work.gathered_bytes, n)
+    yield Transfer("all_gather", over, n, micro * len(gathered), sent, "parameters", True)
+    sent = times * bytes_sent("reduce_scatter", sum(kept) * n * work.reduced_bytes, n)
+    yield Transfer("reduce_scatter", over, n, times * len(kept), sent, "gradients", True)
     r = degrees.dp_replicate
-    size = sum(shards) * work.reduced_bytes
-    yield Transfer(
-        "all_reduce", ("dp_replicate",), r, len(shards), bytes_sent("all_reduce", size, r), "shards of gradients", True
-    )
+    sent = bytes_sent("all_reduce", sum(kept) * work.reduced_bytes, r)
+    yield Transfer("all_reduce", ("dp_replicate",), r, len(kept), sent, "shards of gradients", True)
     if degrees.ep > 1:
-        yield from _expert_shards(work, degrees, micro * (1 + reshard), times)
+        yield from _expert_shards(work, degrees, micro, reshard, times)
 
 
-def _expert_shards(work: Work, degrees: Degrees, gathers: int, times: int) -> Iterator[Transfer]:
+def _expert_shards(work: Work, degrees: Degrees, micro: int, reshard: bool, times: int) -> Iterator[Transfer]:
     """What FSDP2 does with a rank's experts, over the ranks that hold the same ones."""
     n, over = degrees.dp_shard * degrees.cp // degrees.ep, ("dp_shard", "cp")
-    shapes = [shape for shape in work.shapes.values() if len(shape) == 3]
-    layers = len(shapes) // 3
-    numbers = sum(math.prod(shape) for shape in shapes) // degrees.ep
-    sent = bytes_sent("all_gather", numbers // n * work.gathered_bytes, n)
-    yield Transfer("all_gather", over, n, gathers * layers, gathers * sent, "experts", True)
-    sent = bytes_sent("reduce_scatter", numbers * work.reduced_bytes, n)
-    yield Transfer("reduce_scatter", over, n, times * layers, times * sent, "gradients of experts", True)
+    sizes, trained = (_experts_by_layer(shapes, degrees.ep) for shapes in (work.shapes, work.trained))
+    again = comm_passes.gathered_again(work)
+    gathered = sum(size * (1 + (reshard and again[i])) for i, size in sizes.items())
+    calls = micro * sum(1 + (reshard and again[i]) for i in sizes)
+    sent = micro * bytes_sent("all_gather", gathered // n * work.gathered_bytes, n)
+    yield Transfer("all_gather", over, n, calls, sent, "experts", True)
+    sent = times * bytes_sent("reduce_scatter", sum(trained.values()) * work.reduced_bytes, n)
+    yield Transfer("reduce_scatter", over, n, times * len(trained), sent, "gradients of experts", True)
     r = degrees.dp_replicate
-    sent = bytes_sent("all_reduce", numbers // n * work.reduced_bytes, r)
-    yield Transfer("all_reduce", ("dp_replicate",), r, layers, sent, "shards of gradients of experts", True)
+    sent = bytes_sent("all_reduce", sum(trained.values()) // n * work.reduced_bytes, r)
+    yield Transfer("all_reduce", ("dp_replicate",), r, len(trained), sent, "shards of gradients of experts", True)
 
 
-def _expert_parallel(work: Work, degrees: Degrees, sizes: Sequence[int]) -> Iterator[Transfer]:
-    """Tokens to their experts and back, forward and backward, if experts are chosen alike; and how many go where."""
-    arch, n, over = work.arch, degrees.ep, ("dp_shard", "cp")
-    layers = sum(arch.is_moe(i) for i in range(arch.n_layers))
-    tokens = sum(sizes) * math.ceil(work.seq_len / degrees.cp / degrees.tp)
-    rows = 4 * bytes_sent("all_to_all", tokens * arch.n_experts_per_token * arch.dim * work.activation_bytes, n)
-    counts = len(sizes) * bytes_sent("all_to_all", 8 * arch.n_experts, n)
-    yield Transfer(
-        "all_to_all", over, n, 5 * layers * len(sizes), layers * (rows + counts), "tokens to experts and back"
-    )
-
-
-def _tensor_parallel(work: Work, degrees: Degrees, config: ParallelConfig, sizes: Sequence[int]) -> Iterator[Transfer]:
-    arch, n, over = work.arch, degrees.tp, ("tp",)
-    length, layers = work.seq_len // degrees.cp, arch.n_layers
-    halves = layers + sum(not arch.is_moe(i) for i in range(layers))  # attention, and the dense feed-forward
-    # Of early exits: the way to the head, and the feed-forwards of their own.
-    own = [name for name in work.shapes if name.startswith("exits.")]
-    exits = work.exits + 2 * sum(name.endswith(".mlp.down.weight") for name in own)
-    # What embeddings are added up in is the stream's type; all else is cast to that of products.
-    width = (2 * halves + 1 + exits) * work.activation_bytes + work.stream_bytes(degrees, config)
-    kinds = ("all_gather", "reduce_scatter") if config.sequence_parallel else ("all_reduce",)
-    padded = math.ceil(length / n) * n if config.sequence_parallel else length
-    for kind in kinds:
-        total = 0
-        for b in sizes:
-            size = b * padded * arch.dim * width
-            total += bytes_sent(kind, size // n if kind == "all_gather" else size, n)
-        # Domino adds slices up one by one, while others are computed.
-        row, column = getattr(config.tensor, "row", 1), getattr(config.tensor, "column", 1)
-        calls = len(sizes) * (halves * row * (column + 1) + 2 * row + exits)
-        sliced = row * column > 1
-        yield Transfer(kind, over, n, calls, total, "the residual stream", overlaps=sliced)
-    held = sum(_held_shard(name, shape, degrees) for name, shape in work.shapes.items() if _whole(name, shape, config))
-    size = bytes_sent("all_reduce", held * work.parameter_bytes, n)
-    yield Transfer("all_reduce", over, n, degrees.pp, size, "gradients of what is held whole")  # once a step
-    yield from _balance(arch, over, n, len(sizes), ways=1)
-    tokens, losses, wide = sum(sizes) * length, 1 + work.exits, max(4, work.activation_bytes)
-    sent = losses * bytes_sent("all_reduce", tokens * (3 * wide + 8), n)
-    yield Transfer("all_reduce", over, n, 3 * losses * len(sizes), sent, "the loss")
-
-
-def _whole(name: str, shape: tuple[int, ...], config: ParallelConfig) -> bool:
-    """Whether tensor-parallel ranks hold it whole and each use it on other tokens or heads."""
-    if "norm" in name:
-        return config.sequence_parallel or ".attn.q_norm" in name or ".attn.k_norm" in name
-    return len(shape) == 3 or "router" in name or (name.endswith(".o.bias") and config.sequence_parallel)
-
-
-def _held_shard(name: str, shape: tuple[int, ...], degrees: Degrees) -> int:
-    """Numbers of its gradient on a rank."""
-    n = _shards(degrees)
-    if len(shape) == 3 and degrees.ep > 1:
-        return math.prod(shape) // n
-    return _shard_numbers(shape, n)
-
-
-def _balance(arch: Architecture, over: tuple[str, ...], n: int, micro: int, ways: int) -> Iterator[Transfer]:
-    """Shares and counts of the experts, and the number of tokens: float32, once forward and perhaps once back."""
-    if arch.balance == "bias":
-        return
-    calls = ways * micro * sum(arch.is_moe(i) for i in range(arch.n_layers))
-    sent = bytes_sent("all_reduce", 4 * (2 * arch.n_experts + 1), n)
-    yield Transfer("all_reduce", over, n, calls, calls * sent, "balance of the experts")
+def _experts_by_layer(shapes: dict[str, tuple[int, ...]], ep: int) -> dict[int, int]:
+    """Numbers of the experts that a rank holds."""
+    found: dict[int, int] = {}
+    for name, shape in shapes.items():
+        if len(shape) == 3:
+            layer = int(name.split(".")[1])
+            found[layer] = found.get(layer, 0) + math.prod(shape) // ep
+    return found
 
 
 def _context_parallel(work: Work, degrees: Degrees, config: ParallelConfig, sizes: Sequence[int]) -> Iterator[Transfer]:
-    from trainwright.planning import comm_context
+    from trainwright.planning import comm_context, comm_tensor
 
     method: Any = context_method(config)
-    balance = _balance(work.arch, ("cp",), degrees.cp, len(sizes), ways=2 if work.arch.balance == "aux_loss" else 1)
+    count = comm_context.micro_batches(work, degrees, config, sizes) if work.arch.n_experts else 0
+    balance = comm_tensor.balance(work, ("cp",), degrees.cp, count, back=work.arch.balance == "aux_loss")
     if method.name not in comm_context.FOLLOWING:
         yield from comm_stages.mean([*comm_context.rows_spread(work, degrees, config, sizes), *balance], degrees.pp)
         return
-    if method.name in ("basp", "flashcp"):
-        yield from comm_stages.mean(balance, degrees.pp)
+    yield from comm_stages.mean(balance, degrees.pp)
     yield from comm_context.transfers(work, degrees, config, sizes)
 
 
@@ -379,7 +353,9 @@ def predict(work: Work, degrees: Degrees, config: ParallelConfig, cluster: Clust
     bubble = waiting / (micro + waiting)
     step = (max(compute, hidden) + exposed) / (1 - bubble)
     parameters = sum(math.prod(s) for s in work.shapes.values()) / (degrees.tp * degrees.pp)
-    state = parameters * (2 * work.parameter_bytes + 8) / (degrees.dp_shard * degrees.cp if degrees.dp_shard > 1 else 1)
+    trained = sum(math.prod(s) for s in work.trained.values()) / (degrees.tp * degrees.pp)
+    state = parameters * work.parameter_bytes + trained * (work.parameter_bytes + 8)
+    state /= degrees.dp_shard * degrees.cp if degrees.dp_shard > 1 else 1
     if (chain := chain_of(config, degrees.world_size)) is not None:
         reduced = reduced_bytes_of(config, work.gathered_bytes, work.reduced_bytes)
         state = sharded_state_bytes(parameters, chain, work.gathered_bytes, reduced, work.parameter_bytes)

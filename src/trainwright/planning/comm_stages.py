@@ -74,8 +74,9 @@ def passed_on(
     tensors = 2 * count
     layers = sum(arch.is_moe(i) for i in range(arch.n_layers))
     if layers:  # the balancing loss so far, and the counts of all layers
-        forward += count * (4 + 8 * layers * arch.n_experts)
-        backward += count * 4 * (arch.balance == "aux_loss")
+        wide = max(4, stream_bytes)
+        forward += count * (wide + 8 * layers * arch.n_experts)
+        backward += count * wide * (arch.balance == "aux_loss")
         tensors += count * (2 + (arch.balance == "aux_loss"))
     ranks = stage_ranks(pp, config.pipeline)
     hops = sum(a != b for a, b in itertools.pairwise(ranks))  # in a V, a rank has stages that follow each other
@@ -84,7 +85,8 @@ def passed_on(
         pp,
     )
     held = holders(work, degrees, config)
-    frozen = work.exit_settings is not None and work.exit_settings.frozen
+    frozen = ("embed.weight" if work.tied else "head.weight") in work.frozen
+    frozen = frozen or (work.exit_settings is not None and work.exit_settings.frozen)
     if ranks[held[0]] != ranks[held[-1]] and not frozen:
         messages = 2 * (len(held) - 1)
         shared = Transfer("send", ("pp",), pp, messages, messages * head_bytes, "gradients of the tied head")

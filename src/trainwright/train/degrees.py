@@ -6,12 +6,14 @@ import dataclasses
 import logging
 import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from trainwright.config.run_config import RunConfig
 from trainwright.core.distributed import gather_objects, launched_world_size
 from trainwright.core.errors import ConfigError
 from trainwright.models.architecture import Architecture
+from trainwright.models.base import LanguageModel
 from trainwright.parallel.auto import Machine, Work, choose
 from trainwright.parallel.config import Degrees, micro_batch_rows
 from trainwright.parallel.legal import check_cut, check_parts
@@ -44,7 +46,11 @@ def settled(config: RunConfig, world_size: int | None = None, *, quietly: bool =
 
 def check(config: RunConfig, world_size: int) -> Degrees:
     """The degrees on ``world_size`` processes. Raises ConfigError where the recipe cannot run on these."""
-    config = settled(config, world_size, quietly=True)
+    return check_settled(settled(config, world_size, quietly=True), world_size)
+
+
+def check_settled(config: RunConfig, world_size: int) -> Degrees:
+    """As :func:`check`, of a recipe whose degrees are chosen."""
     degrees = config.parallel.resolve(world_size)
     if config.train.known_steps is not None:
         try:
@@ -80,7 +86,30 @@ def check(config: RunConfig, world_size: int) -> Degrees:
     if config.parallel.tensor is not None:
         config.parallel.tensor.check_recipe(config, *local_rows(config, dp_size, degrees.pp))
     check_parts(degrees, config, architecture(config), *local_rows(config, dp_size, degrees.pp))
+    _check_transforms(config)
     return degrees
+
+
+def _check_transforms(config: RunConfig) -> None:
+    """Raises the ConfigError that a transform would raise, of a model without weights: of our own transforms and our
+    own decoder, for others may look at weights."""
+    arch = architecture(config)
+    own = all(type(t).__module__.startswith("trainwright.") for t in config.transforms)
+    if arch is not None and own and config.transforms:
+        without_weights(arch, config.transforms)
+
+
+def without_weights(arch: Architecture, transforms: Sequence[Any]) -> LanguageModel:
+    """A decoder on the meta device, with ``transforms``."""
+    import torch
+
+    from trainwright.models.decoder import Decoder
+
+    with torch.device("meta"):
+        model: LanguageModel = Decoder(arch)
+        for transform in transforms:
+            model = transform.apply(model)
+    return model
 
 
 def local_rows(config: RunConfig, ranks: int, pp: int) -> tuple[int, int]:
@@ -134,7 +163,17 @@ def architecture(config: RunConfig) -> Architecture | None:
     find = getattr(config.model, "architecture", None)
     if find is None:
         return None
-    tokenizer: Any = config.tokenizer
-    ids = 257 if tokenizer is not None and tokenizer.name == "bytes" else getattr(tokenizer, "vocab_size", None)
-    found: Architecture = find(getattr(config.model, "vocab_size", None) or ids or _USUAL_VOCABULARY)
+    found: Architecture = find(vocabulary(config) or _USUAL_VOCABULARY)
     return dataclasses.replace(found)
+
+
+def vocabulary(config: RunConfig) -> int | None:
+    """Ids of the recipe's model or tokenizer, where one of them says."""
+    from trainwright.data.tokenizers.bytes import ByteTokenizer
+
+    tokenizer: Any = config.tokenizer
+    if given := getattr(config.model, "vocab_size", None):
+        return int(given)
+    if tokenizer is not None and tokenizer.name == "bytes":
+        return ByteTokenizer.vocab_size
+    return getattr(tokenizer, "vocab_size", None)

@@ -50,8 +50,11 @@ class ContextParallel(ABC):
     Nothing is kept between calls, so several micro-batches may be under way and a layer may be computed twice.
     """
 
-    # Micro-batch i of each rank is a part of one micro-batch; else ranks have micro-batches of their own.
+    # Ranks have parts of the same rows; else documents are dealt out, and micro-batch i of all ranks together is one.
     together: ClassVar[bool] = True
+
+    # Set where the model has experts, which count every token that is there, also one of weight 0.
+    experts: bool = False
 
     # Set where layers are shared over a pipeline, which hands on one shape.
     stages: Stages | None = None
@@ -60,7 +63,8 @@ class ContextParallel(ABC):
     def shard(self, batch: Batch) -> Batch:
         """This rank's part of a micro-batch that all ranks of the group hold: some slots of every row, ``[B, T / cp]``,
         or other rows. Every position of weight > 0 is on exactly one rank. ``positions`` and ``doc_ids`` keep the
-        values that they have in the whole row; ``doc_ids`` may be renumbered."""
+        values that they have in the whole row; ``doc_ids`` may be renumbered, and are below 0 where they were and for
+        what a strategy fills up with."""
 
     @abstractmethod
     def plan(self, doc_ids: Tensor | None, batch: int, length: int, window: int, device: torch.device) -> Any:

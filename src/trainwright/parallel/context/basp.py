@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from trainwright.core.batch import Batch
+from trainwright.core.batch import Batch, as_padding
 from trainwright.core.distributed import all_gather_single
 from trainwright.core.errors import ConfigError
 from trainwright.core.registry import register
@@ -78,7 +78,8 @@ class Basp(ContextParallel):
     """On this rank, over the ranks of ``mesh`` (one dimension), with ``n_heads`` query heads. A collective of the run:
     neighbourhoods of every size are made here, once.
 
-    The size that a micro-batch uses travels in its ``doc_ids``, which :meth:`shard` numbers anew.
+    The size that a micro-batch uses travels in its ``doc_ids``, which :meth:`shard` numbers anew; those of padding stay
+    below 0.
     """
 
     def __init__(self, mesh: DeviceMesh, n_heads: int, padding: float = 0.0, multiple_of: int = 1):
@@ -98,6 +99,7 @@ class Basp(ContextParallel):
         first, start = self.rank // size * share, self.rank % size * piece
         runs = F.pad((batch.doc_ids[:, 1:] != batch.doc_ids[:, :-1]).cumsum(1, dtype=torch.int32), (1, 0))
         numbered = runs * len(self.sizes) + self.sizes.index(size)
+        numbered = torch.where(batch.doc_ids < 0, -1 - numbered, numbered)
 
         def cut(t: Tensor) -> Tensor:
             t = t[first : first + share]
@@ -118,6 +120,7 @@ class Basp(ContextParallel):
         more = batch._map(lambda t: torch.cat([t, t[:1].expand(missing, *t.shape[1:])]))
         for t in (more.weights, *more.extras.values()):
             t[rows:] = 0
+        more.doc_ids[rows:] = as_padding(more.doc_ids[rows:])
         return more
 
     def _check(self, rows: int, length: int, size: int) -> None:
@@ -146,7 +149,8 @@ class Basp(ContextParallel):
     def plan(self, doc_ids: Tensor | None, batch: int, length: int, window: int, device: torch.device) -> BaspPlan:
         if doc_ids is None:
             raise ValueError("the batches of BASP carry doc_ids; give the model those of shard() or micro_batches()")
-        size = self.sizes[int(on_host(doc_ids)[0, 0]) % len(self.sizes)]
+        number = int(on_host(doc_ids)[0, 0])
+        size = self.sizes[(number if number >= 0 else -1 - number) % len(self.sizes)]
         if size == 1:
             return BaspPlan(1, None, plan_attention(doc_ids, batch, length, window, device))
         group = self.groups[size]

@@ -8,19 +8,20 @@ counts more.
 
 A document that is shared is the same micro-batch, by number, of all its ranks; that orders them, and what FSDP2 gathers
 in each micro-batch finds all ranks in the same one. Every rank gets as many micro-batches as the longest list has; what
-fills up is one token of weight 0.
+fills up is one token of weight 0. Where experts are kept even by a loss, it is of the micro-batches by that number of
+all ranks together, which meet for it in every layer.
 
 In a pipeline every rank of the group is a column of stages. Which document is whose is planned alike in all stages, so
 that micro-batches of a column cost alike (PP-balance: each column draws from a bucket), and all are filled up to one
 length. Why the exchanges of columns meet under every schedule is said in base.py (``Stages``).
 
 With ``offload`` a document longer than C has a share of its activations in host memory between its forward and its
-backward pass (sppo/offload.py), as much as is copied while its layers are computed, and lies on fewer ranks. What comes
-back is fetched when a layer's backward pass asks for it, and not before: that is not hidden.
+backward pass (sppo/offload.py), as much as is copied while its layers are computed, and lies on fewer ranks. It comes
+back layer by layer, each while the one behind it goes backward. The last layer, whose backward pass begins at once,
+stays: with the one before it, it is the two layers that are on the device whole at any time of the backward pass.
 
 Where we differ from the paper (arXiv:2502.21231): keys go straight to the ranks that need them, 3/4 of what a ring
-sends, in place of a ring; nothing is fetched ahead; every rank of the pool reads all rows of a step and keeps its
-documents.
+sends, in place of a ring; every rank of the pool reads all rows of a step and keeps its documents.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from trainwright.core.batch import Batch
 from trainwright.core.distributed import max_over_ranks
 from trainwright.core.errors import ConfigError
 from trainwright.core.registry import register
+from trainwright.models.base import LanguageModel
 from trainwright.parallel.context.base import ContextConfig, ContextParallel
 from trainwright.parallel.context.flashcp import check_limits
 from trainwright.parallel.context.host import on_host
@@ -50,6 +52,7 @@ from trainwright.parallel.context.pieces import (
     PieceContext,
     decode,
     document_lengths,
+    documents_of_padding,
     encode,
     taken,
 )
@@ -92,7 +95,9 @@ class ByteScale(PieceContext):
         return 0.0 if self.offload is None or length <= capacity else self.offload(length)
 
     def saving(self, micro: Batch, module: nn.Module) -> AbstractContextManager[None]:
-        """Offloads a share of what the layers of a document longer than ``capacity`` save."""
+        """Offloads a share of what the layers of a document longer than ``capacity`` save, and has them fetched again
+        ahead of their backward passes. Of compiled layers, and of a ``module`` without layers, all that is saved is one
+        chunk, and each tensor is fetched when it is asked for."""
         if self.offload is None or self.capacity is None or not torch.is_grad_enabled():
             return nullcontext()
         codes = [c for c in torch.unique(on_host(micro.doc_ids)).tolist() if c != PADDING]
@@ -102,10 +107,12 @@ class ByteScale(PieceContext):
         device = micro.tokens.device
         if device.type == "cuda" and self._stream is None:
             self._stream = torch.cuda.Stream(device)
-        moved = Offload([ratio], device, self._stream)
+        layers = _layers(module)
+        ratios = [ratio] * (len(layers) - 1) + [0.0] if layers else [ratio]
+        moved = Offload(ratios, device, self._stream, ahead=True)
         moved.leave(module.buffers())
         self.ledger = moved.ledger
-        return moved.saving(0)
+        return moved.saving_layers(layers) if layers else moved.saving(0)
 
     def micro_batches(self, batch: Batch, rows: int) -> list[Batch]:
         """One ``[1, T']`` of this rank for each step of the plan, and as many on all ranks of the run; longer ones than
@@ -152,7 +159,8 @@ class ByteScale(PieceContext):
     def _taken(self, batch: Batch, lengths: Sequence[int], micro: Sequence[MicroBatch], least: int = 0) -> Batch:
         """This rank's tokens of ``micro``, filled up to ``least``, in rows no longer than those of ``batch``."""
         starts = [0, *itertools.accumulate(lengths)]  # in the rows laid end to end
-        held = {k: Document(k, lengths[k], m.first, m.ranks) for m in micro for k in m.sequences}
+        padding = list(itertools.chain.from_iterable(documents_of_padding(batch.doc_ids)))
+        held = {k: Document(k, lengths[k], m.first, m.ranks, padding[k]) for m in micro for k in m.sequences}
         slots, codes = [], []
         for k in sorted(held):
             for span in held[k].chunks(self.rank):
@@ -170,6 +178,13 @@ class ByteScale(PieceContext):
             flat[:tokens] = torch.cat(parts)
             filled.append(flat.view(shape))
         return taken(batch, *filled)
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    """The layers of the model in ``module``; none where it has none, or where they are compiled without our hooks."""
+    model = next((m for m in module.modules() if isinstance(m, LanguageModel)), None)
+    layers = [] if model is None else list(model.blocks)
+    return [] if any(getattr(layer, "_compiled_call_impl", None) is not None for layer in layers) else layers
 
 
 def largest_share(plan: Plan) -> int:

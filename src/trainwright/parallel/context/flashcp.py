@@ -35,6 +35,7 @@ from trainwright.parallel.context.pieces import (
     Document,
     PieceContext,
     document_lengths,
+    documents_of_padding,
     encode,
     taken,
 )
@@ -87,6 +88,7 @@ class FlashCP(PieceContext):
         slots = torch.full((len(plans), length), -1)
         codes = torch.full((len(plans), length), PADDING)
         index = 0
+        padding = documents_of_padding(batch.doc_ids)
         for row, plan in enumerate(plans):
             starts = [0]
             for n in plan.lengths:
@@ -94,9 +96,10 @@ class FlashCP(PieceContext):
             at = 0
             for k, span in plan.pieces(self.rank):
                 cut = plan.homes[k] == flashcp.CUT
-                document = Document(index + k, plan.lengths[k], 0 if cut else self.rank, self.size if cut else 1)
-                first = row * batch.tokens.shape[1] + starts[k]
-                slots[row, at : at + len(span)] = torch.arange(first + span.start, first + span.stop)
+                first, ranks = (0, self.size) if cut else (self.rank, 1)
+                document = Document(index + k, plan.lengths[k], first, ranks, padding[row][k])
+                start = row * batch.tokens.shape[1] + starts[k]
+                slots[row, at : at + len(span)] = torch.arange(start + span.start, start + span.stop)
                 codes[row, at : at + len(span)] = encode(document)
                 at += len(span)
             index += len(plan.lengths)

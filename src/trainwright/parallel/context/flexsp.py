@@ -4,15 +4,17 @@ The documents of a step, whichever rows they came in, are planned into micro-bat
 exactly one group, an aligned run of d = 1, 2, 4, ... neighbours, which holds some documents end to end as one row and
 runs Ulysses attention of degree d on it. The groups are made once: of n ranks 2n - 1, of which n are single ranks.
 
-No deadlock: all ranks compute as many micro-batches in the same order, in each a rank talks to one group only,
-and a group's members issue the same collectives in it. So who waits, waits for ranks in an earlier or the same
-micro-batch, and of these the earliest can always go on. The gradient is the plain one: the loss sums over documents.
+No deadlock: all ranks compute as many micro-batches in the same order, in each a rank talks to one group only (and, of
+the balance of experts, to all ranks, layer by layer), and a group's members issue the same collectives in it. So who
+waits, waits for ranks in an earlier or the same micro-batch, and of these the earliest can always go on. The gradient
+is the plain one: the loss sums over documents.
 
 In a pipeline the first stage's plan is every stage's, all micro-batches of a step are filled up to one length, and what
 stands above for micro-batches holds for the actions of a schedule (base.py, ``Stages``).
 
 Which degree a micro-batch has travels in ``doc_ids``, with the number of the document; with its own rank that names the
-group. Documents of weight 0 are left out. FlexSP, arXiv:2412.01523.
+group. Numbers below 0 are padding. Documents of weight 0 are left out, but for tokens that experts count. FlexSP,
+arXiv:2412.01523.
 """
 
 from __future__ import annotations
@@ -63,13 +65,16 @@ class Span:
     stop: int
 
 
-def documents(batch: Batch) -> list[Span]:
-    """Documents that train something, in order. Waits for the device that ``batch`` is on."""
+def documents(batch: Batch, experts: bool = False) -> list[Span]:
+    """Documents that train something, in order; where experts count tokens, all that are no padding. Waits for the
+    device that ``batch`` is on."""
     length = batch.tokens.shape[1]
     starts = document_starts(batch.doc_ids)
     ends = F.pad(starts[1:], (0, 1), value=batch.tokens.numel())
     used = F.pad((batch.weights != 0).flatten().cumsum(0), (1, 0))
     kept = used[ends] > used[starts]
+    if experts:
+        kept |= batch.doc_ids.flatten()[starts] >= 0
     return [
         Span(a // length, a % length, (b - 1) % length + 1)
         for a, b in torch.stack([starts[kept], ends[kept]], 1).tolist()
@@ -110,8 +115,9 @@ def part(batch: Batch, spans: list[Span], degree: int, place: int, least: int = 
     code = (degree.bit_length() - 1) * _NUMBERS
     # Padding is in short documents, lest it attend as if it were a long one.
     padding = torch.arange(max(first, total), max(last, total), dtype=torch.int32)[:missing] - total
-    ids = torch.cat([*numbers, len(spans) + padding // _PADDING])
-    out.doc_ids = (ids + code).to(device).unsqueeze(0)
+    ids = torch.cat([torch.empty(0, dtype=torch.int32), *numbers])
+    ids = torch.cat([ids + code, -1 - (len(spans) + padding // _PADDING + code)])
+    out.doc_ids = ids.to(device).unsqueeze(0)
     return out
 
 
@@ -175,7 +181,7 @@ class FlexSPContext(ContextParallel):
             return
         if self.ahead is None:
             self.ahead = PlanAhead(self.planner_of(batch, rows))
-        self.ahead.submit([s.stop - s.start for s in documents(batch)])
+        self.ahead.submit([s.stop - s.start for s in documents(batch, self.experts)])
 
     def close(self) -> None:
         """End the process that plans ahead."""
@@ -207,7 +213,7 @@ class FlexSPContext(ContextParallel):
         return cast(Plan, found[0])
 
     def micro_batches(self, batch: Batch, rows: int) -> list[Batch]:
-        spans = documents(batch)
+        spans = documents(batch, self.experts)
         plan = self._plan(batch, rows, [s.stop - s.start for s in spans])
         self.last = plan
         mine = [m.group_of(self.rank) for m in plan.micro_batches]
@@ -225,7 +231,7 @@ class FlexSPContext(ContextParallel):
 
     def shard(self, batch: Batch) -> Batch:
         """All of ``batch`` at once, in groups of the largest degree: for evaluation, whose batches are small."""
-        spans = documents(batch)
+        spans = documents(batch, self.experts)
         largest = self.degrees[-1]
         plan: MicroPlan = greedy_plan([s.stop - s.start for s in spans], (largest,) * (self.size // largest))
         return self._of_group(batch, spans, plan.group_of(self.rank))
@@ -235,7 +241,8 @@ class FlexSPContext(ContextParallel):
     def plan(self, doc_ids: Tensor | None, batch: int, length: int, window: int, device: torch.device) -> FlexPlan:
         if doc_ids is None:
             raise ValueError("the batches of FlexSP carry doc_ids; give the model those of shard() or micro_batches()")
-        degree = 1 << (int(on_host(doc_ids)[0, 0]) // _NUMBERS)
+        number = int(on_host(doc_ids)[0, 0])
+        degree = 1 << ((number if number >= 0 else -1 - number) // _NUMBERS)
         if degree == 1:
             return FlexPlan(None, 1, plan_attention(doc_ids, batch, length, window, device))
         group = self.groups[degree]

@@ -12,7 +12,8 @@ way. Backward, the gradients of received keys and values go back to where they c
 (float64 for float64) and rounded once; so is what goes back, as it is sent.
 
 Which piece a slot belongs to travels in ``doc_ids``, as one number per document: what :func:`encode` makes. Every rank
-of a document knows from it what all others hold, so nothing is asked for and nothing waits but for keys.
+of a document knows from it what all others hold, so nothing is asked for and nothing waits but for keys. A document
+that was padding in its row is laid out like others, with a number below 0.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainwright.core.batch import Batch
+from trainwright.core.batch import PADDING, Batch
 from trainwright.core.distributed import all_gather_single
 from trainwright.core.errors import ConfigError, ModelError
 from trainwright.parallel.context.base import ContextParallel
@@ -33,7 +34,6 @@ from trainwright.parallel.context.host import moved, on_host
 from trainwright.parallel.context.ring_attention import Pair, _merge, _wait, block_backward, block_forward, wider
 from trainwright.planning.flashcp import chunks_of
 
-PADDING = -1  # doc_ids of slots that hold nothing
 _BITS = {"index": 21, "length": 22, "first": 10, "ranks": 10}  # 63 in all
 LONGEST, MOST_RANKS = 2 ** _BITS["length"] - 1, 2 ** _BITS["ranks"] - 1
 
@@ -41,12 +41,13 @@ LONGEST, MOST_RANKS = 2 ** _BITS["length"] - 1, 2 ** _BITS["ranks"] - 1
 @dataclass(frozen=True)
 class Document:
     """``index`` numbers the documents of a micro-batch, the same on all ranks; it lies on ``ranks`` ranks of the group
-    from ``first`` on."""
+    from ``first`` on. ``padding``: no figure counts its tokens."""
 
     index: int
     length: int
     first: int = 0
     ranks: int = 1
+    padding: bool = False
 
     def chunks(self, rank: int) -> list[range]:
         """What ``rank`` of the group holds, without empty chunks."""
@@ -61,15 +62,18 @@ def encode(document: Document) -> int:
         if not 0 <= value < 2**bits:
             raise ConfigError(f"documents here have {name} below {2**bits}, and this is {value}", key="parallel.cp")
         code = code << bits | value
-    return code
+    return PADDING - 1 - code if document.padding else code
 
 
 def decode(code: int) -> Document:
-    found = {}
+    """Of a number other than ``PADDING``, which is of slots that hold nothing."""
+    found: dict[str, int] = {}
+    padding = code < PADDING
+    code = PADDING - 1 - code if padding else code
     for name, bits in reversed(_BITS.items()):
         found[name] = code & (2**bits - 1)
         code >>= bits
-    return Document(**found)
+    return Document(**found, padding=padding)
 
 
 @dataclass
@@ -372,3 +376,8 @@ def taken(batch: Batch, slots: Tensor, codes: Tensor) -> Batch:
 def document_lengths(doc_ids: Tensor) -> list[list[int]]:
     """Tokens of each document of each row of ``doc_ids [B, T]``; a change of id ends one."""
     return [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in doc_ids.cpu()]
+
+
+def documents_of_padding(doc_ids: Tensor) -> list[list[bool]]:
+    """Which of the :func:`document_lengths` are padding."""
+    return [(torch.unique_consecutive(row) < 0).tolist() for row in doc_ids.cpu()]

@@ -22,7 +22,7 @@ from trainwright.core.params import Role
 from trainwright.models.base import Head, Hidden, LanguageModel
 from trainwright.models.decoder import Decoder, head_logits
 from trainwright.models.early_exit import EarlyExits, Exit
-from trainwright.models.moe import MoE, load_metrics
+from trainwright.models.moe import MoE, load_metrics, tokens_there
 from trainwright.objectives.base import Loss, Objective
 from trainwright.parallel.domino import Stream, join
 from trainwright.parallel.domino_decoder import domino_of
@@ -69,6 +69,7 @@ class Stage(nn.Module):
         self.taken: dict[int, list[Exit]] = {}  # of micro-batches that are under way
         self.rope, self.plan_attention = model.rope, model.plan_attention
         self.dtype = model.embed.weight.dtype  # of the residual stream between stages
+        self.wide = torch.promote_types(self.dtype, torch.float32)  # of the balancing losses
         self.work: Work | None = None
 
     def stream(self, rows: int, length: int, grad: bool) -> tuple[Tensor, ...]:
@@ -80,7 +81,7 @@ class Stage(nn.Module):
         if not self.moe_layers:
             return (x,)
         grad = grad and self.arch.balance == "aux_loss"
-        balance = torch.empty(1, dtype=torch.float32, device="meta", requires_grad=grad)
+        balance = torch.empty(1, dtype=self.wide, device="meta", requires_grad=grad)
         counts = torch.empty(len(self.moe_layers), self.arch.n_experts, dtype=torch.int64, device="meta")
         return x, balance, counts
 
@@ -122,7 +123,7 @@ class Stage(nn.Module):
         if self.first:
             assert self.embed is not None
             x = self.embed(micro.tokens)
-            balance = torch.zeros(1, device=device)
+            balance = torch.zeros(1, dtype=self.wide, device=device)
             counts = torch.zeros(len(self.moe_layers), self.arch.n_experts, dtype=torch.int64, device=device)
         assert x is not None and self.work is not None
         domino = domino_of(self.blocks[str(self.layers[0])])
@@ -136,12 +137,14 @@ class Stage(nn.Module):
         cos, sin = self.rope(micro.positions, length, device)
         windows = sorted({self.arch.window(i) for i in self.layers})
         plans = {w: self.plan_attention(micro.doc_ids, batch, length, w, device) for w in windows}
+        there = tokens_there(micro.doc_ids) if self.moe_layers else None
         for i in self.layers:
             left -= self._take(index, i, x)
             if not left and index in self.work.shallow:
                 return x, balance, counts
             block = self.blocks[str(i)]
-            x = block(x, cos, sin, plans[self.arch.window(i)], None)
+            more = (there,) if self.arch.is_moe(i) else ()
+            x = block(x, cos, sin, plans[self.arch.window(i)], None, *more)
             if not self.arch.is_moe(i):
                 continue
             x, loss, count = x

@@ -5,6 +5,9 @@ first one's. A chunk never sends more than its ratio: a storage goes when ``sent
 Parameters (and what :meth:`Offload.leave` names) stay. On CUDA copies run on a stream of their own, to and from pinned
 memory, and a chunk is fetched while the one behind it goes backward; elsewhere they are plain copies.
 
+Chunks may also be a model's layers (:meth:`Offload.saving_layers`), of which the gradient that comes to a layer says
+that the ones behind it are done.
+
 The :class:`Ledger` has what it comes to. On CPUs, of which the copies end at once, its peaks are exactly those of
 solver.py with the sizes and shares that it recorded.
 """
@@ -12,8 +15,8 @@ solver.py with the sizes and shares that it recorded.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,17 +67,23 @@ class _Held:
 
 
 class Offload:
-    """Of one micro-batch on ``device``; ``ratios`` of its chunks."""
+    """Of one micro-batch on ``device``; ``ratios`` of its chunks.
 
-    def __init__(self, ratios: Iterable[float], device: torch.device, stream: Any = None):
+    ahead  while a chunk goes backward, the one before it is fetched, so that all of two are on the device at most;
+           None: where copies run beside the computing (CUDA)
+    """
+
+    def __init__(self, ratios: Iterable[float], device: torch.device, stream: Any = None, *, ahead: bool | None = None):
         self.ratios = list(ratios)
         self.ledger = Ledger([0] * len(self.ratios), [0] * len(self.ratios))
         self.device = device
         self.stream = stream if stream is not None or device.type != "cuda" else torch.cuda.Stream(device)
+        self.ahead = self.stream is not None if ahead is None else ahead
         # What a storage is known by: it lives as long as something refers to it, also weakly.
         self._known: dict[tuple[int, int], tuple[StorageWeakRef, weakref.ref[_Held]]] = {}
         self._of_chunk: list[list[weakref.ref[_Held]]] = [[] for _ in self.ratios]
         self._gone: list[Any] = []  # CUDA: the event behind the copies of each chunk
+        self._carried = 0.0  # bytes of earlier layers' shares that no whole storage made up
         self._left: list[StorageWeakRef] = []
         self._left_ids: set[int] = set()
 
@@ -103,6 +112,45 @@ class Offload:
             self._gone.append(self.stream.record_event())
         self.ledger.forward_peak = max(self.ledger.forward_peak, self.ledger.resident)
 
+    @contextmanager
+    def saving_layers(self, layers: Sequence[nn.Module]) -> Iterator[None]:
+        """Around a forward pass that calls ``layers``, whose numbers are the chunks', one behind the other. What is
+        saved outside of them stays, as do the tensors that all of them get besides the stream. A layer whose storages
+        are too large for its share (recomputation saves one) leaves it to those behind it.
+
+        Nothing has to be called before the backward pass: :meth:`before_backward` is, as the gradient gets to a layer.
+        """
+        inside = ExitStack()
+
+        def before(layer: int) -> Any:
+            def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+                if layer == 0:
+                    self.leave(t for t in args[1:] if isinstance(t, Tensor))
+                else:
+                    share = self.ratios[layer - 1] * self.ledger.saved[layer - 1]
+                    self._carried += share - self.ledger.sent[layer - 1]
+                inside.enter_context(self.saving(layer))
+
+            return hook
+
+        def behind(layer: int) -> Any:
+            def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+                inside.close()
+                x = output[0] if isinstance(output, tuple) else output
+                if x.requires_grad:
+                    x.register_hook(lambda grad: self.before_backward(layer))
+
+            return hook
+
+        hooks = [m.register_forward_pre_hook(before(i)) for i, m in enumerate(layers)]
+        hooks += [m.register_forward_hook(behind(i)) for i, m in enumerate(layers)]
+        try:
+            yield
+        finally:
+            inside.close()
+            for handle in hooks:
+                handle.remove()
+
     def _pack(self, tensor: Tensor, chunk: int) -> Any:
         if type(tensor) is not Tensor or isinstance(tensor._base, nn.Parameter) or tensor.device != self.device:
             return tensor
@@ -124,7 +172,8 @@ class Offload:
         size, ledger = storage.nbytes(), self.ledger
         held = _Held(size, ledger)
         ledger.saved[chunk] += size
-        if ledger.sent[chunk] + size <= self.ratios[chunk] * ledger.saved[chunk]:
+        share = self.ratios[chunk] * ledger.saved[chunk]
+        if share and ledger.sent[chunk] + size <= share + self._carried:
             ledger.sent[chunk] += size
             held.here = False
             held.host = self._send(tensor, storage)
@@ -148,12 +197,14 @@ class Offload:
     # -- and back -------------------------------------------------------------------------------------------------
 
     def before_backward(self, chunk: int) -> None:
-        """``chunk`` is needed now. On CUDA the one before it is fetched meanwhile, and not before the one behind it is
-        done: the host, which runs ahead, waits for that."""
+        """``chunk`` is needed now. With ``ahead`` the one before it is fetched meanwhile, and not before the one behind
+        it is done: on CUDA the host, which runs ahead, waits for that."""
         self.fetch(chunk)
+        if not self.ahead:
+            return
         if self.stream is not None:
             torch.cuda.current_stream(self.device).synchronize()
-            self.fetch(chunk - 1)
+        self.fetch(chunk - 1)
 
     def fetch(self, chunk: int) -> None:
         """Begin to bring back what was sent of ``chunk``; nothing for a chunk below 0."""
