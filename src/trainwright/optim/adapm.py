@@ -236,7 +236,9 @@ class AdaPM(AdamW):
             # A start that is in general position to any gradient; the first power step forgets it.
             side = part.shape[part.kept]
             noise = torch.randn(side, part.rank, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-            start = _tall(part, noise).expand(part.reduced_shape).to(part.param.device, dtype).contiguous()
+            start = _tall(part, noise).expand(part.reduced_shape).to(part.param.device, dtype)
+            # A fresh copy, with the strides of a loaded one: at rank 1 BLAS goes another way by them.
+            start = start.clone(memory_format=torch.contiguous_format)
             state[name] = share_out(start, part, placements)
         return local_of(state[name])
 
