@@ -345,3 +345,16 @@ def test_two_ranks(tmp_path):
         assert len(found) == 2 * 10 + 6
         for case, figures in found.items():
             assert max(figures["difference"], figures["resumed"]) < 1e-12 < 1e-3 < figures["way"], case
+
+
+@pytest.mark.parametrize("shape", [(24, 16), (16, 24), (3, 16, 24)])
+def test_state_lies_as_a_loaded_one_does(shape):
+    """BLAS goes another way by the strides of a matrix of rank 1: a resumed run would differ in the last bit."""
+    p = torch.nn.Parameter(torch.randn(*shape))
+    optimizer = AdaPM([p], momentum="low_rank", rank=1)
+    p.grad = torch.randn(*shape)
+    optimizer.step()
+    tensors = {k: v for k, v in optimizer.state[p].items() if isinstance(v, torch.Tensor)}
+    assert {"basis", "factor"} <= set(tensors)
+    for name, value in tensors.items():
+        assert value.stride() == torch.empty(value.shape).stride(), name
