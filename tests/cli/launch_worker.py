@@ -3,7 +3,11 @@
 import os
 import signal
 import sys
+import tempfile
 import time
+from pathlib import Path
+
+import psutil
 
 from trainwright.core.errors import ConfigError, Interrupted, StoppedByMonitor
 from trainwright.parallel import launch
@@ -14,6 +18,13 @@ how = sys.argv[1]
 
 def say(line):
     os.write(1, f"{line}\n".encode())  # in one piece, whatever the other rank writes
+
+
+def alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def leave(error):
@@ -35,8 +46,13 @@ elif how == "crash" and rank == 1:
 elif how == "kill" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 elif how in ("kill-once", "kill-lost") and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    own = Path(tempfile.gettempdir()) / f"killed-{os.getppid()}"
     if rank == 1:
+        own.write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGKILL)
+    while not own.exists() or not own.read_text() or alive(int(own.read_text())):  # a loss comes after the death
+        time.sleep(0.02)
+    own.unlink()
     launch.leave_after_loss("Connection closed by peer")
 elif how == "hang":
     if rank == 1:

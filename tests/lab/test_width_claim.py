@@ -29,9 +29,9 @@ def test_arms_differ_in_width_and_share_their_grids():
                 "optimizer.lr": {"of": arm.name.split()[0] + " 64"}
             }
     assert widths == {name: int(name.split()[1]) for name in widths}
-    assert len(grids) == 6 and {len(g) for g in grids.values()} == {7}
+    assert len(grids) == 6 and {len(g) for g in grids.values()} == {5}
     for grid in grids.values():
-        assert [b / a for a, b in pairwise(grid)] == pytest.approx([2.0] * 6)
+        assert [b / a for a, b in pairwise(grid)] == pytest.approx([2.0] * 4)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """GradNormLoRP: the card's checks (a) to (e), the equations in float64, and refusals."""
 
-import column_worker
+import one_column_worker
 import pytest
 import torch
 import torch.multiprocessing as mp
@@ -344,4 +344,4 @@ def test_what_cannot_be_had():
 
 def test_a_column_that_is_sharded(tmp_path):
     """Numbers of rows have the shape of such a matrix and yet another layout; AdaPM's likewise."""
-    mp.spawn(column_worker.job, args=(str(tmp_path),), nprocs=2)  # raises what a rank raises
+    mp.spawn(one_column_worker.job, args=(str(tmp_path),), nprocs=2)  # raises what a rank raises

@@ -87,7 +87,8 @@ class DecoderModelConfig(ModelConfig):
             raise ConfigError(f"no such family; {nearest(self.family, FAMILIES)}", key="family", value=self.family)
         if self.size not in SIZES:
             # In full: the nearest name to 3m is 350m.
-            raise ConfigError(f"no such size; sizes are {', '.join(SIZES)}", key="size", value=self.size)
+            meant = f"did you mean {self.size.lower()!r}? " if self.size.lower() in SIZES else ""
+            raise ConfigError(f"no such size; {meant}sizes are {', '.join(SIZES)}", key="size", value=self.size)
         family, size = FAMILIES[self.family], SIZES[self.size]
 
         def pick(name: str, default: Any) -> Any:
