@@ -106,6 +106,8 @@ def test_documents_without_a_token_take_no_room(batcher):
     data = documents([0, 5, 0, 0, 9, 0])
     batch, segments = epoch_batch(data, batcher, 4)
     check_rows(data, batch, segments, 4)
+    without, _ = epoch_batch(documents([5, 9]), batcher, 4)
+    assert batch.tokens.shape == without.tokens.shape and batch.weight() == without.weight() > 0
 
 
 @pytest.mark.parametrize("lengths", [[0, 0], []])

@@ -187,4 +187,9 @@ def test_training_goes_on_after_a_bad_step_in_bf16():
     train(model, optimizer, 1)
     backward(model, batch(1))
     model.up.grad[0, 0] = float("nan")
+    before = {n: p.detach().clone() for n, p in model.named_parameters() if p is not model.up and p.grad is not None}
+    assert before
     optimizer.step(), optimizer.step()
+    for name, p in model.named_parameters():
+        if name in before:  # the others' steps are not touched by it
+            assert p.isfinite().all() and not torch.equal(p, before[name]), name
